@@ -1,0 +1,3 @@
+from crossdock.cli import main
+
+main()

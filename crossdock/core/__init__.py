@@ -1,0 +1,61 @@
+"""The nouns that every room may use. Imports no torch; tensor types appear for the checker only.
+
+Shape legend, as suffixes: T tokens on this rank, H hidden, E logical experts, P physical slots,
+S slots on this rank, K top-k, R ranks, N received rows, C slot capacity, F expert intermediate size,
+L layers, B sequences, D head size.
+"""
+
+from crossdock.core.batch import ForwardBatch, Plan, Scheduled
+from crossdock.core.config import EngineConfig, ServerConfig
+from crossdock.core.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    CrossdockError,
+    RankLost,
+    RequestError,
+    UserError,
+)
+from crossdock.core.hf_config import load_spec, parse_config
+from crossdock.core.model_spec import GQASpec, MLASpec, ModelSpec, MoESpec, QuantSpec, RopeSpec
+from crossdock.core.protocols import KV, Group, Lockstep, Model, Received, Transport
+from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
+from crossdock.core.topology import Member, Placement, Routing, Topology
+
+__all__ = [
+    "KV",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "CrossdockError",
+    "EngineConfig",
+    "ForwardBatch",
+    "GQASpec",
+    "Group",
+    "Lockstep",
+    "MLASpec",
+    "Member",
+    "MoESpec",
+    "Model",
+    "ModelSpec",
+    "Placement",
+    "Plan",
+    "QuantSpec",
+    "RankLost",
+    "Received",
+    "Request",
+    "RequestError",
+    "RopeSpec",
+    "Routing",
+    "Sampled",
+    "SamplingParams",
+    "Scheduled",
+    "ServerConfig",
+    "TokenLogprob",
+    "TokenOutput",
+    "Topology",
+    "Transport",
+    "UserError",
+    "load_spec",
+    "parse_config",
+]

@@ -1,0 +1,67 @@
+"""One step's work: as the scheduler plans it, and as the model sees it."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from crossdock.core.request import Request
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """One sequence's share of a step: its tokens `start` .. `start + len(tokens)`.
+
+    `pages`: the KV pages of the whole sequence so far, in order. `sample`: whether the last of these
+    tokens yields a new one (the prompt is complete). `output_ids`: tokens generated so far, for the
+    penalties; `request` gives prompt and parameters.
+    """
+
+    request: "Request"
+    start: int
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    sample: bool
+    output_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one attention group wants to run next: sequences with one token first (decode)."""
+
+    items: tuple[Scheduled, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.tokens) for item in self.items)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(1 for item in self.items if len(item.tokens) == 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """A plan as tensors. T tokens of B sequences lie one after another; the first `num_decodes`
+    sequences have one token each.
+
+    tokens_T, positions_T: int64. kv_slots_T: int64, where each token's KV goes
+    (page * page_size + offset). keys_T: int64, a hash of (request, position) for the replica choice.
+    query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP: int64,
+    rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
+    """
+
+    tokens_T: "Tensor"
+    positions_T: "Tensor"
+    kv_slots_T: "Tensor"
+    keys_T: "Tensor"
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    page_table_BP: "Tensor"
+    sample_rows: "Tensor"
+    num_decodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens_T.shape[0])

@@ -1,0 +1,129 @@
+"""The settings of an engine, and reading them from a TOML file."""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from crossdock.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything a rank needs to know; equal on all ranks. None means: derived at the start."""
+
+    model: str
+    """A Hugging Face directory or id."""
+    revision: str | None = None
+    ranks: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: float32 on the CPU, the checkpoint's own on a GPU."""
+    transport: Literal["auto", "local", "collective", "shm"] = "auto"
+    redundant_experts: int | None = None
+    """Physical slots beyond one per expert, per layer. None: as few as the ranks need."""
+    invariant: bool = False
+    threads: int = 1
+    """CPU threads of a rank; more than one is refused in invariant mode."""
+    max_num_seqs: int = 64
+    """Sequences running at once, per rank."""
+    max_num_batched_tokens: int = 1024
+    """Tokens per step, per rank."""
+    max_model_len: int | None = None
+    page_size: int = 16
+    kv_memory_gib: float | None = None
+    """KV cache of a rank. None: a share of the device's free memory; on the CPU 0.5 GiB a rank."""
+    gpu_memory_utilization: float = 0.85
+    prefix_caching: bool = True
+    deadline_s: float = 60.0
+    """How long a rank waits for another before it is called lost."""
+    load_window_tokens: int = 65536
+    """Tokens over which the expert-load gauges are computed."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "threads", "max_num_seqs", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.redundant_experts is not None and self.redundant_experts < 0:
+            raise ConfigError(f"redundant_experts must be 0 or more, got {self.redundant_experts}")
+        if self.deadline_s <= 0:
+            raise ConfigError(f"deadline_s must be above 0, got {self.deadline_s}")
+        if self.kv_memory_gib is not None and self.kv_memory_gib <= 0:
+            raise ConfigError(f"kv_memory_gib must be above 0, got {self.kv_memory_gib}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.transport == "local" and self.ranks > 1:
+            raise ConfigError(f"transport 'local' serves one rank, not {self.ranks}")
+        if self.invariant and self.threads != 1:
+            raise ConfigError(f"invariant mode needs threads = 1, got {self.threads}")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Settings of the HTTP side alone."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: str | None = None
+    max_queue: int = 512
+    """Open requests beyond which the answer is 429."""
+    max_body_mib: float = 4.0
+    drain_s: float = 30.0
+    """How long SIGTERM waits for running requests."""
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Settings of a TOML file, checked against both configs.
+
+    Raises:
+        ConfigError: names the file, the line and the key.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    hints = {**get_type_hints(EngineConfig), **get_type_hints(ServerConfig)}
+    for key, value in values.items():
+        where = f"{path}:{_line_of(text, key)}: {key}"
+        if key not in hints:
+            raise ConfigError(f"{where}: unknown; known keys: {', '.join(sorted(hints))}")
+        if not _fits(value, hints[key]):
+            expected = getattr(hints[key], "__name__", None) or str(hints[key])
+            raise ConfigError(f"{where}: got {value!r}, expected {expected.replace('typing.', '')}")
+    return values
+
+
+def split_settings(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`(engine, server)` keyword arguments."""
+    server = {f.name for f in fields(ServerConfig)}
+    return (
+        {k: v for k, v in values.items() if k not in server},
+        {k: v for k, v in values.items() if k in server},
+    )
+
+
+def _line_of(text: str, key: str) -> int:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.split("=")[0].strip().strip("[]\"'") == key:
+            return number
+    return 1
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))

@@ -1,0 +1,132 @@
+"""What gateway and ranks say to each other, as JSON: nothing is ever unpickled.
+
+A dataclass travels as an object with its class under "$"; arrays come back as tuples.
+"""
+
+import json
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from crossdock.core.config import EngineConfig
+from crossdock.core.errors import CrossdockError
+from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message to a rank. `fds`: names and numbers of inherited descriptors."""
+
+    rank: int
+    config: EngineConfig
+    fds: dict[str, int]
+    rendezvous: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """While loading: a stage and how much of it is done."""
+
+    rank: int
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank can serve. `info`: device, bytes of weights and KV, tokens the KV holds, seconds."""
+
+    rank: int
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Add:
+    """`wave` counts the gateway's calls to work; a rank may only sleep when all saw the same one."""
+
+    request: Request
+    wave: int
+
+
+@dataclass(frozen=True)
+class Wake:
+    wave: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Ask a rank for its metrics now."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+@dataclass(frozen=True)
+class Outputs:
+    rank: int
+    outputs: tuple[TokenOutput, ...]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A rank's metrics, all totals since its start (gauges excepted); see metrics.Recorder."""
+
+    rank: int
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank cannot go on. `lost`: the rank that did not come, if another one is to blame."""
+
+    rank: int
+    message: str
+    lost: int | None = None
+    user_error: bool = False
+    trace: str = ""
+
+
+_CLASSES = {
+    cls.__name__: cls
+    for cls in (
+        Start, Progress, Ready, Add, Wake, Abort, Report, Stop, Outputs, Snapshot, Failure,
+        EngineConfig, Request, SamplingParams, Sampled, TokenLogprob, TokenOutput,
+    )
+}  # fmt: skip
+
+
+def encode(message: Any) -> bytes:
+    return json.dumps(message, default=_to_dict, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Any:
+    try:
+        return json.loads(data, object_hook=_from_dict)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CrossdockError(f"a message on the rank channel is malformed: {error}") from None
+
+
+def _to_dict(value: Any) -> dict[str, Any]:
+    if is_dataclass(value) and type(value).__name__ in _CLASSES:
+        return {
+            "$": type(value).__name__,
+            **{f.name: getattr(value, f.name) for f in fields(value)},
+        }
+    raise TypeError(f"{type(value).__name__} does not travel between processes")
+
+
+def _from_dict(value: dict[str, Any]) -> Any:
+    value = {k: _tuples(v) for k, v in value.items()}
+    name = value.pop("$", None)
+    return value if name is None else _CLASSES[name](**value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

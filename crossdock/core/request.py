@@ -1,0 +1,98 @@
+"""A request, how it is sampled, and what comes back of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop; names and meanings are vLLM's.
+
+    `logprobs`: number of alternatives to report beside the chosen token (0: the chosen one alone,
+    None: nothing). `stop` strings need text and are watched for by the gateway, not by the ranks.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        from crossdock.core.validate import check_sampling
+
+        # Python callers may pass a single stop string, lists, and a dict of biases.
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias = self.logit_bias or ()
+        pairs = bias.items() if isinstance(bias, dict) else bias
+        object.__setattr__(self, "logit_bias", tuple((int(t), float(b)) for t, b in pairs))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        check_sampling(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to continue. `emitted` holds tokens already produced elsewhere (resuming).
+
+    `key` seeds the replica choice and the sampling; it is the same wherever the request runs.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    key: int = 0
+    emitted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    token_id: int
+    logprob: float
+    rank: int = 0
+    """1 for the most likely token."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the sampler chose for one sequence in one step."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """New tokens of one request, 0..n of them, and whether it ended.
+
+    `queue_seconds` (from arrival at the rank to its first scheduling) and `num_cached_tokens` come
+    with the first output.
+    """
+
+    request_id: str
+    tokens: tuple[Sampled, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    error: str | None = None

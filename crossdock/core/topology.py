@@ -1,0 +1,73 @@
+"""Who takes part and which expert sits where: values with an epoch, passed in, never looked up."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank. `id` is stable over epochs; `rank` is its index in this one."""
+
+    id: int
+    node: str
+    device: str
+    role: str = "serve"
+    alive: bool = True
+
+
+@dataclass(frozen=True)
+class Topology:
+    epoch: int
+    members: tuple[Member, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def same_node(self, a: int, b: int) -> bool:
+        return self.members[a].node == self.members[b].node
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """`slot_expert_LP[l, p]`: the logical expert in physical slot p of MoE layer l, -1 if empty.
+
+    L counts MoE layers only. Rank r holds slots r*S to (r+1)*S - 1, where S = P / ranks.
+    """
+
+    epoch: int
+    slot_expert_LP: np.ndarray
+    num_experts: int
+    num_ranks: int
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.slot_expert_LP.shape[1] // self.num_ranks
+
+    def local_slots(self, layer: int, rank: int) -> np.ndarray:
+        """The experts `[S]` of one rank in MoE layer `layer`."""
+        s = self.slots_per_rank
+        return self.slot_expert_LP[layer, rank * s : (rank + 1) * s]
+
+    def replicas(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """`(slots_EM, count_E)`: the slots of each expert, padded with its first, and how many."""
+        slots = [np.flatnonzero(self.slot_expert_LP[layer] == e) for e in range(self.num_experts)]
+        count_E = np.array([len(s) for s in slots])
+        if not count_E.all():
+            raise ValueError(f"layer {layer}: expert {int(count_E.argmin())} has no slot")
+        slots_EM = np.array([np.resize(s, count_E.max()) for s in slots])
+        return slots_EM, count_E
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """What the router chose. `slots_TK` (int64): physical slots, -1 where nothing is chosen;
+    `weights_TK` (float32): applied once, by combine."""
+
+    slots_TK: "Tensor"
+    weights_TK: "Tensor"
