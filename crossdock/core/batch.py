@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 class Scheduled:
     """One sequence's share of a step: its tokens `start` .. `start + len(tokens)`.
 
-    `pages`: the KV pages of the whole sequence so far, in order. `sample`: whether the last of these
-    tokens yields a new one (the prompt is complete). `output_ids`: tokens generated so far, for the
-    penalties; `request` gives prompt and parameters.
+    `pages`: the KV pages of the whole sequence so far, in order. `sample`: whether the last of
+    these tokens yields a new one (the prompt is complete). `num_outputs`: tokens generated so far,
+    the counter of the random numbers; `output_ids`: these tokens, only where penalties need them.
+    A token of -1 is the one that the launched step before is sampling.
     """
 
     request: "Request"
@@ -23,6 +24,7 @@ class Scheduled:
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     sample: bool
+    num_outputs: int = 0
     output_ids: tuple[int, ...] = ()
 
 

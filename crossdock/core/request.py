@@ -48,6 +48,15 @@ class SamplingParams:
             object.__setattr__(self, "top_k", 0)
         check_sampling(self)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
 
 @dataclass(frozen=True)
 class Request:

@@ -1,5 +1,19 @@
 """Counters, histograms and timed parts of a rank, and their exposition in the gateway."""
 
+from typing import TYPE_CHECKING, Any
+
 from crossdock.metrics.recorder import Histogram, Recorder
 
-__all__ = ["Histogram", "Recorder"]
+if TYPE_CHECKING:
+    from crossdock.metrics.exposition import GatewayMetrics
+
+__all__ = ["GatewayMetrics", "Histogram", "Recorder"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: rank processes record, only the gateway needs prometheus_client.
+    if name == "GatewayMetrics":
+        from crossdock.metrics.exposition import GatewayMetrics
+
+        return GatewayMetrics
+    raise AttributeError(f"module 'crossdock.metrics' has no attribute {name!r}")

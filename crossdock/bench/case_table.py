@@ -1,0 +1,64 @@
+"""How a report's cases look on a terminal."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.bench.report import Case, Report
+
+
+def render(report: Report) -> RenderableType:
+    """One row per case, then where the steps' time went, if the cases tell."""
+    table = Table(title=f"{report.command}\n{report.device}", title_justify="left")
+    for column in ("", "what"):
+        table.add_column(column)
+    for column in ("median", "quartiles", "unit", "n", "target"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for case in report.cases:
+        table.add_row(
+            case.name,
+            _what(case),
+            _number(case.median),
+            " - ".join(_number(q) for q in case.quartiles),
+            case.unit,
+            str(case.n),
+            _target(case),
+        )
+    parts = [case for case in report.cases if "parts_ms" in case.more]
+    return Group(table, _parts(parts)) if parts else table
+
+
+def _what(case: Case) -> str:
+    if "variant" in case.shape:
+        return str(case.shape["variant"])
+    return " ".join(f"{key}={value}" for key, value in case.shape.items())
+
+
+def _parts(cases: list[Case]) -> Table:
+    """`wait` is the part of agree, dispatch and combine spent on slower ranks."""
+    table = Table(title="milliseconds of a step (wait is within the others)", title_justify="left")
+    table.add_column("part")
+    for case in cases:
+        table.add_column(_what(case), justify="right")
+    for part in cases[0].more["parts_ms"]:
+        table.add_row(part, *(f"{case.more['parts_ms'][part]:.2f}" for case in cases))
+    table.add_row("step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold")
+    return table
+
+
+def _sum_of(parts: dict[str, Any]) -> float:
+    return float(sum(value for part, value in parts.items() if part != "wait"))
+
+
+def _target(case: Case) -> Text:
+    if case.target is None:
+        return Text("")
+    sign = "<=" if case.better == "lower" else ">="
+    style = "green" if case.reached else "bold red"
+    return Text(f"{sign} {_number(case.target)} {'yes' if case.reached else 'NO'}", style=style)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -1,0 +1,245 @@
+"""`bench engine`: output tokens per second without HTTP, engines and settings interleaved."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from crossdock.bench.child import Child
+from crossdock.bench.report import Case, Report, case_of, cpu_name
+from crossdock.bench.workload import random_prompts
+from crossdock.core import ConfigError, EngineConfig, load_spec
+from crossdock.models.hub import resolve_model
+from crossdock.models.tokenizer import load_tokenizer
+
+WARMUP_TOKENS = 8
+PARTS = ("agree", "attention", "router", "dispatch", "experts", "shared", "combine", "sample")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`ranks` and `threads` (per rank) of the same length, or one of them of length 1.
+
+    `settings`: further fields of `EngineConfig`. `target`: the ratio to reach, to transformers if
+    that runs too, else to the first of our variants.
+    """
+
+    model: str
+    ranks: tuple[int, ...] = (1,)
+    threads: tuple[int, ...] = (1,)
+    invariant: bool = False
+    vs_transformers: bool = False
+    num_prompts: int = 32
+    input_len: tuple[int, int] = (20, 200)
+    output_len: int = 64
+    prompts_file: Path | None = None
+    repeats: int = 5
+    target: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One engine of the comparison. `ranks` 0: transformers."""
+
+    ranks: int
+    threads: int
+    invariant: bool = False
+
+    @property
+    def name(self) -> str:
+        who = f"{self.ranks} rank" + "s" * (self.ranks > 1) if self.ranks else "transformers"
+        threads = f"{self.threads} thread" + "s" * (self.threads > 1)
+        return f"{who}, {threads}" + (", invariant" if self.invariant else "")
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """`answers[variant]`: one dict per repeat, as the children answer."""
+
+    options: EngineOptions
+    variants: tuple[Variant, ...]
+    facts: dict[Variant, dict[str, Any]]
+    answers: dict[Variant, list[dict[str, Any]]]
+
+
+OnProgress = Callable[[str], None]
+
+
+def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
+    """Ours in the order asked for, each followed by its invariant twin; then transformers."""
+    many = max(len(options.ranks), len(options.threads))
+    if {len(options.ranks), len(options.threads)} - {1, many}:
+        raise ConfigError(
+            f"--ranks has {len(options.ranks)} values and --threads {len(options.threads)}: give as "
+            "many of each, or one of either"
+        )
+    ranks, threads = (v * many if len(v) == 1 else v for v in (options.ranks, options.threads))
+    found = []
+    for r, t in zip(ranks, threads, strict=True):
+        found.append(Variant(r, t))
+        if options.invariant:
+            found.append(Variant(r, t, invariant=True))
+    if options.vs_transformers:
+        found.append(Variant(0, threads[0]))
+    if len(set(found)) < len(found):
+        raise ConfigError("the same --ranks and --threads are there twice")
+    return tuple(found)
+
+
+def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: None) -> EngineRun:
+    """Starts every variant, then lets them take turns on the same prompts.
+
+    Prefix caching is off: the repeats would be answered from it.
+    """
+    variants = variants_of(options)
+    prompts = _prompts(options)
+    warm = {"prompts": prompts, "output_len": min(WARMUP_TOKENS, options.output_len)}
+    request = {"prompts": prompts, "output_len": options.output_len}
+    answers: dict[Variant, list[dict[str, Any]]] = {v: [] for v in variants}
+    with ExitStack() as stack:
+        children = {}
+        for variant in variants:
+            on_progress(f"starting {variant.name}")
+            children[variant] = stack.enter_context(_child(options, variant))
+        for variant, child in children.items():
+            on_progress(f"warming up {variant.name}")
+            child.ask(warm)
+        for turn in range(options.repeats):
+            for variant in _order(variants, turn):
+                on_progress(f"{turn + 1} of {options.repeats}: {variant.name}")
+                answers[variant].append(children[variant].ask(request))
+        facts = {variant: child.facts for variant, child in children.items()}
+    return EngineRun(options, variants, facts, answers)
+
+
+def _order(variants: tuple[Variant, ...], turn: int) -> Iterator[Variant]:
+    """Every other turn backwards, so that no engine always follows the same one."""
+    return iter(variants) if turn % 2 == 0 else reversed(variants)
+
+
+def _child(options: EngineOptions, variant: Variant) -> Child:
+    if variant.ranks:
+        settings = {
+            **options.settings,
+            "model": options.model,
+            "ranks": variant.ranks,
+            "threads": variant.threads,
+            "invariant": variant.invariant,
+            "prefix_caching": False,
+        }
+        EngineConfig(**settings)  # refuses here what no child could start with
+        return Child("crossdock.bench.engine_ours", settings, variant.threads)
+    config = EngineConfig(model=options.model, **options.settings)
+    settings = {
+        "model": options.model,
+        "revision": config.revision,
+        "device": config.device,
+        "dtype": config.dtype,
+        "threads": variant.threads,
+        "batch": config.max_num_seqs,
+    }
+    return Child("crossdock.bench.engine_transformers", settings, variant.threads)
+
+
+def _prompts(options: EngineOptions) -> list[list[int]]:
+    path = resolve_model(options.model, options.settings.get("revision"))
+    if options.prompts_file is None:
+        vocabulary = range(load_spec(path).vocab_size)
+        length = (options.output_len, options.output_len)
+        prompts = random_prompts(options.num_prompts, options.input_len, length, vocabulary, "0")
+        return [list(p.token_ids) for p in prompts]
+    try:
+        lines = [line for line in options.prompts_file.read_text().splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"--prompts {options.prompts_file}: {error.strerror}") from None
+    if len(lines) < options.num_prompts:
+        raise ConfigError(
+            f"--prompts {options.prompts_file}: {len(lines)} lines, --num-prompts asks for "
+            f"{options.num_prompts}"
+        )
+    tokenizer = load_tokenizer(path)
+    return [list(tokenizer.encode(line)) for line in lines[: options.num_prompts]]
+
+
+def report(run: EngineRun, command: str) -> Report:
+    cases = [
+        *(_throughput(run, v) for v in run.variants),
+        *_ratios(run),
+        *(case for v in run.variants if v.ranks for case in (_step(run, v), _memory(run, v))),
+    ]
+    notes = {
+        "settings": {**run.options.settings, "prefix_caching": False},
+        "engines": [{"variant": v.name, **run.facts[v]} for v in run.variants],
+    }
+    first = run.facts[run.variants[0]]["ranks"][0].get("device", "cpu")
+    return Report(command, _device_name(str(first)), tuple(cases), notes)
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return cpu_name()
+    import torch
+
+    return torch.cuda.get_device_name(torch.device(device))
+
+
+def _shape(run: EngineRun, variant: Variant) -> dict[str, Any]:
+    options = run.options
+    source = options.prompts_file.name if options.prompts_file else options.input_len
+    return {
+        "variant": variant.name,
+        **asdict(variant),
+        "num_prompts": options.num_prompts,
+        "input_len": source,
+        "output_len": options.output_len,
+    }
+
+
+def _rates(run: EngineRun, variant: Variant) -> list[float]:
+    return [answer["tokens"] / answer["seconds"] for answer in run.answers[variant]]
+
+
+def _throughput(run: EngineRun, variant: Variant) -> Case:
+    against = {v.name: median(_rates(run, v)) for v in run.variants if v != variant}
+    return case_of(
+        "output_throughput", _rates(run, variant), "tokens/s", "higher", _shape(run, variant),
+        against=against,
+    )  # fmt: skip
+
+
+def _ratios(run: EngineRun) -> Iterator[Case]:
+    """Of neighbours in time: our first to transformers, our others to our first."""
+    first, *others = run.variants
+    pairs = [(first, v) if v.ranks == 0 else (v, first) for v in others]
+    for variant, base in pairs:
+        ratios = [a / b for a, b in zip(_rates(run, variant), _rates(run, base), strict=True)]
+        targeted = base.ranks == 0 if run.options.vs_transformers else True
+        yield case_of(
+            f"throughput_to_{base.name}", ratios, "x", "higher", _shape(run, variant),
+            target=run.options.target if targeted else None,
+        )  # fmt: skip
+
+
+def _step(run: EngineRun, variant: Variant) -> Case:
+    """Mean time of a step of each repeat, and of its parts, over the ranks."""
+    ranks = [rank for answer in run.answers[variant] for rank in answer["parts"]]
+    steps = [rank["seconds"]["step"] / rank["calls"]["step"] * 1e3 for rank in ranks]
+    all_steps = sum(rank["calls"]["step"] for rank in ranks)
+    parts = {
+        part: sum(rank["seconds"].get(part, 0.0) for rank in ranks) / all_steps * 1e3
+        for part in (*PARTS, "wait")
+    }
+    parts["other"] = sum(steps) / len(steps) - sum(parts[part] for part in PARTS)
+    return case_of(
+        "step", steps, "ms", "lower", _shape(run, variant),
+        more={"parts_ms": parts, "steps": all_steps},
+    )  # fmt: skip
+
+
+def _memory(run: EngineRun, variant: Variant) -> Case:
+    values = [rss / 2**20 for rss in run.answers[variant][-1]["rss_bytes"]]
+    return case_of("rank_resident_memory", values, "MiB", "lower", _shape(run, variant))
+

@@ -1,0 +1,55 @@
+"""The KV cache of one rank. Knows pages and slots, neither sequences nor prefixes."""
+
+import torch
+from torch import Tensor
+
+from crossdock.core import GQASpec, MLASpec
+
+
+def page_bytes(
+    attention: GQASpec | MLASpec, num_layers: int, page_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one page over all layers."""
+    return num_layers * page_size * attention.kv_width * dtype.itemsize
+
+
+class KVCache:
+    """`core.KV`: slot `page * page_size + offset` of each layer holds one token.
+
+    GQA layers are `(k, v)`, each [slots, kv heads, D]; MLA layers one latent
+    [slots, kv_lora_rank + qk_rope_head_dim], normed latent first, rotated key after it.
+    Starts zeroed: rows that are masked must still be finite.
+    """
+
+    def __init__(
+        self,
+        attention: GQASpec | MLASpec,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ):
+        slots = num_pages * page_size
+        if isinstance(attention, MLASpec):
+            shapes: tuple[tuple[int, ...], ...] = ((slots, attention.kv_width),)
+        else:
+            shapes = ((slots, attention.num_kv_heads, attention.head_dim),) * 2
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self._layers: list[tuple[Tensor, ...]] = [
+            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            for _ in range(num_layers)
+        ]
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        return self._layers[index]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the cache has room for."""
+        return self.num_pages * self.page_size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for layer in self._layers for t in layer)

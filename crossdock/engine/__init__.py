@@ -1,0 +1,20 @@
+"""One rank: its model, its cache, its step."""
+
+from crossdock.engine.build import (
+    build_engine,
+    initial_placement,
+    resolve_dtype,
+    resolve_max_model_len,
+)
+from crossdock.engine.engine import Agreed, Engine, Step, agree
+
+__all__ = [
+    "Agreed",
+    "Engine",
+    "Step",
+    "agree",
+    "build_engine",
+    "initial_placement",
+    "resolve_dtype",
+    "resolve_max_model_len",
+]

@@ -1,0 +1,116 @@
+"""From a configuration to a rank that can step."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crossdock.balance import linear_placement
+from crossdock.cache import KVCache, page_bytes
+from crossdock.comm import World, build_transport
+from crossdock.core import ConfigError, EngineConfig, ModelSpec, Placement, load_spec
+from crossdock.engine.engine import Engine
+from crossdock.engine.memory import kv_budget
+from crossdock.engine.runner import Runner
+from crossdock.engine.sampler import Sampler
+from crossdock.metrics import Recorder
+from crossdock.models import ModelContext, build_model
+from crossdock.models.checkpoint import Checkpoint
+from crossdock.scheduler import Scheduler
+
+OnProgress = Callable[[int, int], None]
+
+
+def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
+    """The dtype weights and activations are held in. FP8 checkpoints are dequantised to it."""
+    if config.dtype != "auto":
+        return config.dtype
+    if device == "cpu":
+        return "float32"
+    return spec.dtype if spec.dtype in ("float32", "bfloat16", "float16") else "bfloat16"
+
+
+def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    wanted = config.max_model_len
+    if wanted is not None and wanted > spec.max_position:
+        raise ConfigError(
+            f"max_model_len {wanted} is more than the model's {spec.max_position} positions"
+        )
+    return wanted or spec.max_position
+
+
+def initial_placement(config: EngineConfig, spec: ModelSpec) -> Placement:
+    return linear_placement(
+        len(spec.moe_layers), spec.moe.num_experts, config.ranks, config.redundant_experts
+    )
+
+
+def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) -> Engine:
+    """Loads this rank's weights and allocates its cache; `config.model` is a directory by now.
+
+    Raises:
+        CheckpointError, CapacityError, ConfigError: what is wrong and what to change.
+    """
+    started = time.perf_counter()
+    spec = load_spec(Path(config.model))
+    max_len = resolve_max_model_len(config, spec)
+    name = resolve_dtype(config, spec, world.device.type)
+    dtype = getattr(torch, name)
+    recorder = Recorder()
+    recorder.source("moe_layers", lambda: spec.moe_layers)
+    placement = initial_placement(config, spec)
+    transport = build_transport(
+        config.transport,
+        world,
+        max_tokens=config.max_num_batched_tokens,
+        hidden=spec.hidden_size,
+        top_k=spec.moe.top_k,
+        slots_per_rank=placement.slots_per_rank,
+        dtype=dtype,
+        per_expert=config.invariant,
+        recorder=recorder,
+    )
+    checkpoint = Checkpoint(Path(config.model), spec.quant, dtype, world.device, on_progress)
+    context = ModelContext(
+        rank=world.rank,
+        device=world.device,
+        dtype=dtype,
+        invariant=config.invariant,
+        placement=placement,
+        transport=transport,
+        recorder=recorder,
+        max_model_len=max_len,
+    )
+    model = build_model(spec, checkpoint, context)
+    weight_bytes = checkpoint.bytes_read
+    checkpoint.close()
+    one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
+    budget = kv_budget(config, one_page, max_len, world.device)
+    kv = KVCache(
+        spec.attention, spec.num_layers, budget.num_pages, config.page_size, dtype, world.device
+    )
+    layout = f"{config.model}|{config.revision}|{name}|{spec.attention}|{config.page_size}"
+    scheduler = Scheduler(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_len,
+        page_size=config.page_size,
+        num_pages=budget.num_pages,
+        prefix_caching=config.prefix_caching,
+        namespace=hashlib.sha256(layout.encode()).hexdigest(),
+    )
+    runner = Runner(model, kv, Sampler(spec.vocab_size, world.device), world.device, recorder)
+    info: dict[str, Any] = {
+        "device": str(world.device),
+        "dtype": name,
+        "slots": placement.slots_per_rank,
+        "weight_bytes": weight_bytes,
+        "kv_bytes": budget.num_bytes,
+        "kv_tokens": budget.num_pages * config.page_size,
+        "kv_reason": budget.reason,
+        "load_seconds": time.perf_counter() - started,
+    }
+    return Engine(world, scheduler, runner, transport, recorder, info)

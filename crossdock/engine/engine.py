@@ -1,0 +1,78 @@
+"""One rank's step. Knows its own requests and, through the lockstep, only numbers of the others'."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from crossdock.comm import World
+from crossdock.core import Plan, Request, TokenOutput, Transport
+from crossdock.engine.runner import Runner
+from crossdock.metrics import Recorder
+from crossdock.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks do now, decided alike by each from the same table."""
+
+    run: bool
+    sleep: bool
+
+
+def agree(table: list[tuple[int, ...]]) -> Agreed:
+    """`table[r]` = (has work, wave, tokens). Sleeping needs that nobody has work *and* that all have
+    seen the same wave: else a request announced to some but not yet to its rank would be missed."""
+    work = any(row[0] for row in table)
+    same_wave = len({row[1] for row in table}) == 1
+    return Agreed(run=any(row[2] for row in table), sleep=not work and same_wave)
+
+
+@dataclass(frozen=True)
+class Step:
+    outputs: list[TokenOutput]
+    sleep: bool
+
+
+class Engine:
+    def __init__(
+        self,
+        world: World,
+        scheduler: Scheduler,
+        runner: Runner,
+        transport: Transport,
+        recorder: Recorder,
+        info: dict[str, Any],
+    ):
+        self.world, self.scheduler, self.runner = world, scheduler, runner
+        self.transport, self.recorder, self.info = transport, recorder, info
+        self.wave = 0
+        self.steps = 0
+        recorder.source("scheduler", scheduler.stats)
+        recorder.source("all_to_all_bytes", transport.bytes_sent)
+
+    def add(self, request: Request, wave: int) -> None:
+        self.scheduler.add(request)
+        self.wake(wave)
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
+    def wake(self, wave: int) -> None:
+        self.wave = max(self.wave, wave)
+
+    def step(self) -> Step:
+        with self.recorder.span("step"):
+            plan = self.scheduler.plan()
+            agreed = self._agree(plan)
+            self.scheduler.advance(plan)
+            sampled = self.runner.run(plan) if agreed.run else [None] * len(plan.items)
+            return Step(self.scheduler.observe(plan, sampled), agreed.sleep)
+
+    def _agree(self, plan: Plan) -> Agreed:
+        self.steps += 1
+        self.world.board.enter("agree", step=self.steps)
+        with self.recorder.span("agree"):
+            wish = (int(self.scheduler.has_work), self.wave, plan.num_tokens)
+            return agree(self.world.lockstep.exchange(wish))
+
+    def close(self) -> None:
+        self.transport.close()

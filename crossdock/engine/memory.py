@@ -1,0 +1,51 @@
+"""How many KV pages a rank gets."""
+
+from dataclasses import dataclass
+
+import torch
+
+from crossdock.core import CapacityError, EngineConfig
+
+GIB = 1 << 30
+CPU_DEFAULT_BYTES = GIB // 2
+"""On a CPU "free memory" belongs to everybody, so the default is a stated amount per rank."""
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    num_pages: int
+    num_bytes: int
+    reason: str
+
+
+def kv_budget(
+    config: EngineConfig, page_bytes: int, max_model_len: int, device: torch.device
+) -> KVBudget:
+    """Pages of one rank: the configured memory, or the share of what is free once weights are in.
+
+    Never more than `max_num_seqs` sequences of `max_model_len` could use.
+
+    Raises:
+        CapacityError: not even one sequence of `max_model_len` fits; gives the setting that does.
+    """
+    if config.kv_memory_gib is not None:
+        room, reason = int(config.kv_memory_gib * GIB), f"kv_memory_gib = {config.kv_memory_gib}"
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        room = int(free - total * (1 - config.gpu_memory_utilization))
+        reason = f"gpu_memory_utilization = {config.gpu_memory_utilization}"
+    else:
+        room, reason = CPU_DEFAULT_BYTES, "default on a CPU: 0.5 GiB a rank"
+    per_sequence = -(-max_model_len // config.page_size)
+    pages = room // page_bytes
+    if pages < per_sequence:
+        raise CapacityError(
+            f"the KV cache has room for {max(pages, 0) * config.page_size} tokens ({reason}), one "
+            f"sequence of max_model_len {max_model_len} needs {per_sequence * page_bytes / GIB:.3f}"
+            f" GiB; raise kv_memory_gib to at least {per_sequence * page_bytes / GIB:.3f} or lower "
+            f"max_model_len to {max(pages, 0) * config.page_size}"
+        )
+    most = per_sequence * config.max_num_seqs
+    if pages > most:
+        pages, reason = most, "max_num_seqs sequences of max_model_len"
+    return KVBudget(pages, pages * page_bytes, reason)

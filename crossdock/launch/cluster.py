@@ -1,0 +1,157 @@
+"""The rank processes of one engine: starting them, talking to them, ending them."""
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from crossdock.core import CrossdockError, EngineConfig
+from crossdock.core.messages import Start
+from crossdock.launch.channel import Channel, channel_pair
+
+_STDERR_LINES = 20
+_GRACE_S = 1.5
+
+
+class Cluster:
+    """R processes of this host, each with a reader and a writer thread in this one.
+
+    `on_message(rank, message)` is called from the reader threads; `on_exit(rank, why)` once per
+    process that ends before `close`, with its last lines of standard error.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_message: Callable[[int, Any], None],
+        on_exit: Callable[[int, str], None],
+        fds: dict[str, int],
+    ):
+        self.config = config
+        self._on_message, self._on_exit = on_message, on_exit
+        self._rendezvous = tempfile.mkdtemp(prefix="crossdock-")  # mode 0700
+        self._closing = threading.Event()
+        self._outboxes: list[queue.SimpleQueue[Any]] = []
+        self._channels: list[Channel] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stderr: list[deque[str]] = []
+        for rank in range(config.ranks):
+            self._spawn(rank, fds)
+
+    def _spawn(self, rank: int, fds: dict[str, int]) -> None:
+        ours, theirs = channel_pair()
+        threads = str(self.config.threads)
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", "crossdock.launch.worker", str(theirs)],
+            pass_fds=(theirs, *fds.values()),
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_fileno() else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._processes.append(process)
+        self._channels.append(ours)
+        self._outboxes.append(queue.SimpleQueue())
+        self._stderr.append(deque(maxlen=_STDERR_LINES))
+        for target in (self._read, self._write, self._forward_stderr):
+            threading.Thread(target=target, args=(rank,), daemon=True).start()
+
+    def start(self, config: EngineConfig, fds: dict[str, int]) -> None:
+        """Tells every rank what to build; `config` has everything resolved."""
+        rendezvous = os.path.join(self._rendezvous, "store")
+        for rank in range(config.ranks):
+            self.send(rank, Start(rank, config, fds, rendezvous))
+
+    def send(self, rank: int, message: Any) -> None:
+        """Never blocks: a rank that does not read must not stop the gateway."""
+        self._outboxes[rank].put(message)
+
+    def broadcast(self, message: Any) -> None:
+        for rank in range(len(self._processes)):
+            self.send(rank, message)
+
+    def last_error(self, rank: int) -> str:
+        return "\n".join(self._stderr[rank])
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def _write(self, rank: int) -> None:
+        while True:
+            message = self._outboxes[rank].get()
+            if message is None:
+                return
+            try:
+                self._channels[rank].send(message)
+            except OSError:
+                return  # the reader tells why
+
+    def _read(self, rank: int) -> None:
+        channel = self._channels[rank]
+        try:
+            while True:
+                self._on_message(rank, channel.recv())
+        except (EOFError, OSError, CrossdockError) as error:
+            if self._closing.is_set():
+                return
+            # A channel may close a moment before its process can be reaped.
+            try:
+                code = self._processes[rank].wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                self._on_exit(rank, f"rank {rank} closed its channel ({error})")
+                return
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            said = self.last_error(rank)
+            self._on_exit(rank, f"rank {rank} ended ({how})" + (f":\n{said}" if said else ""))
+
+    def _forward_stderr(self, rank: int) -> None:
+        pipe = self._processes[rank].stderr
+        assert pipe is not None
+        for raw in pipe:
+            line = raw.decode(errors="replace").rstrip()
+            self._stderr[rank].append(line)
+            if not self._closing.is_set():
+                print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+
+    def close(self, stop: Any = None) -> None:
+        """Ends every process: asks with `stop`, then kills. Safe to call twice."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for rank in range(len(self._processes)):
+            if stop is not None:
+                self.send(rank, stop)
+            self._outboxes[rank].put(None)
+        deadline = time.monotonic() + (_GRACE_S if stop is not None else 0.0)
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
+
+
+def _has_fileno() -> bool:
+    try:
+        sys.stderr.fileno()
+    except (OSError, AttributeError, ValueError):
+        return False  # a notebook's or a test's replacement
+    return True

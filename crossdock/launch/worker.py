@@ -1,0 +1,148 @@
+"""A rank process: `python -m crossdock.launch.worker FD`. Builds its engine, then steps it."""
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+
+import torch
+
+from crossdock.comm import World, build_world
+from crossdock.core import CrossdockError, RankLost, UserError
+from crossdock.core.messages import (
+    Abort,
+    Add,
+    Failure,
+    Outputs,
+    Progress,
+    Ready,
+    Report,
+    Snapshot,
+    Start,
+    Stop,
+    Wake,
+)
+from crossdock.engine import Engine, build_engine
+from crossdock.launch.channel import Channel
+
+_HEARTBEAT_S = 0.5
+_PROGRESS_S = 0.2
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
+    channel = Channel(int(sys.argv[1]))
+    start = channel.recv()
+    try:
+        _run(start, channel)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        code = 1  # the gateway is gone, and nobody is left to tell
+    except Exception as error:
+        _report_failure(start.rank, channel, error)
+        code = 1
+    else:
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # communication libraries must not wait for peers that are gone
+
+
+def _run(start: Start, channel: Channel) -> None:
+    config = start.config
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    world = build_world(
+        start.rank,
+        config.ranks,
+        config.device,
+        config.transport,
+        start.fds,
+        start.rendezvous,
+        config.deadline_s,
+    )
+    threading.Thread(target=_beat, args=(world, os.getppid()), daemon=True).start()
+    engine = build_engine(config, world, _progress(start.rank, channel))
+    channel.send(Ready(start.rank, {**engine.info, "rss_bytes": _resident_bytes()}))
+    _serve(engine, start.rank, channel)
+    engine.close()
+
+
+def _serve(engine: Engine, rank: int, channel: Channel) -> None:
+    """Steps until told to stop. Asleep, it waits in the channel and uses no CPU."""
+    asleep = True
+    while True:
+        while channel.poll(None if asleep else 0.0):
+            match channel.recv():
+                case Add(request, wave):
+                    engine.add(request, wave)
+                    asleep = False
+                case Wake(wave):
+                    engine.wake(wave)
+                    asleep = False
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case Report():
+                    values = {**engine.recorder.snapshot(), "rss_bytes": _resident_bytes()}
+                    channel.send(Snapshot(rank, values))
+                case Stop():
+                    return
+        step = engine.step()
+        if step.outputs:
+            channel.send(Outputs(rank, tuple(step.outputs)))
+        asleep = step.sleep
+        if asleep:
+            engine.world.board.enter("idle")
+
+
+def _beat(world: World, parent: int) -> None:
+    """Tells the others that this process runs, and ends it when its parent is gone."""
+    while os.getppid() == parent:
+        world.board.beat()
+        time.sleep(_HEARTBEAT_S)
+    os._exit(1)
+
+
+def _progress(rank: int, channel: Channel):  # type: ignore[no-untyped-def]
+    last = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > _PROGRESS_S or done >= total:
+            last = now
+            channel.send(Progress(rank, "weights", done, total))
+
+    return report
+
+
+def _report_failure(rank: int, channel: Channel, error: Exception) -> None:
+    failure = Failure(
+        rank,
+        str(error) or type(error).__name__,
+        lost=error.rank if isinstance(error, RankLost) else None,
+        user_error=isinstance(error, UserError),
+        trace="" if isinstance(error, CrossdockError) else traceback.format_exc(),
+    )
+    if isinstance(error, torch.OutOfMemoryError):
+        failure = replace(
+            failure,
+            user_error=True,
+            message=f"rank {rank} ran out of device memory; lower gpu_memory_utilization, "
+            f"max_num_batched_tokens or max_model_len, or use more ranks ({error})",
+        )
+    try:
+        channel.send(failure)
+    except OSError:
+        print(failure.message, file=sys.stderr)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Matrix products, in two sets chosen once at build: the fast ones and those of invariant mode.
+
+In invariant mode a row's result must depend on nothing but the row and the weight. BLAS picks its
+kernel by the number of rows, so every call is made with the same number of them: `ROW_TILE`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MatMul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`(x_TK, w_NK, b_N or None) -> [T, N]`, as `F.linear`."""
+BatchMatMul = Callable[[Tensor, Tensor], Tensor]
+"""`(x_GTK, w_GKN) -> [G, T, N]`: T tokens through G matrices."""
+GatedUnit = Callable[[Tensor], Tensor]
+"""SwiGLU's middle: `[T, 2F]`, gate first then up, to `silu(gate) * up` [T, F]."""
+
+ROW_TILE = 16
+# Inner sizes that are no multiple of the vector width take scalar tails whose order depends on the
+# row's place in the tile (seen with MKL: K = 33, N = 3).
+INNER_MULTIPLE = 16
+
+
+def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
+    return F.linear(x_TK, w_NK, b_N)
+
+
+def invariant_linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
+    """As `linear`; each row's bits are independent of the number of rows and of its place."""
+    rows, odd = x_TK.shape[0], -x_TK.shape[1] % INNER_MULTIPLE
+    x_TK = F.pad(x_TK, (0, odd, 0, -rows % ROW_TILE))
+    w_KN = F.pad(w_NK, (0, odd)).t() if odd else w_NK.t()
+    y_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
+    for i in range(0, rows, ROW_TILE):
+        torch.mm(x_TK[i : i + ROW_TILE], w_KN, out=y_TN[i : i + ROW_TILE])
+    y_TN = y_TN[:rows]
+    return y_TN if b_N is None else y_TN + b_N
+
+
+def batch_matmul(x_GTK: Tensor, w_GKN: Tensor) -> Tensor:
+    return torch.bmm(x_GTK, w_GKN)
+
+
+def invariant_batch_matmul(x_GTK: Tensor, w_GKN: Tensor) -> Tensor:
+    rows, odd = x_GTK.shape[1], -x_GTK.shape[2] % INNER_MULTIPLE
+    x_GTK = F.pad(x_GTK, (0, odd, 0, -rows % ROW_TILE))
+    w_GKN = F.pad(w_GKN, (0, 0, 0, odd)) if odd else w_GKN
+    tiles = [torch.bmm(x_GtK, w_GKN) for x_GtK in x_GTK.split(ROW_TILE, dim=1)]
+    return torch.cat(tiles, dim=1)[:, :rows]
+
+
+def swiglu(x_TF: Tensor) -> Tensor:
+    gate_TF, up_TF = x_TF.chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
+
+
+def invariant_swiglu(x_TF: Tensor) -> Tensor:
+    """Built on exp: the last elements of a tensor take another path in torch's float32 silu and
+    sigmoid, so that there a value's bits depend on how many others there are."""
+    gate_TF, up_TF = x_TF.float().chunk(2, dim=-1)
+    return (gate_TF / gate_TF.neg().exp_().add_(1.0) * up_TF).to(x_TF.dtype)
+
+
+@dataclass(frozen=True)
+class Products:
+    """The set a model is built with."""
+
+    matmul: MatMul
+    batch_matmul: BatchMatMul
+    swiglu: GatedUnit
+    invariant: bool
+
+
+def choose_products(invariant: bool) -> Products:
+    if invariant:
+        return Products(invariant_linear, invariant_batch_matmul, invariant_swiglu, True)
+    return Products(linear, batch_matmul, swiglu, False)

@@ -1,0 +1,184 @@
+"""The bodies that clients send, field by field; what is not named here is refused."""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from crossdock.server.errors import ApiError
+
+NOT_YET = frozenset(
+    {
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "functions",
+        "function_call",
+        "best_of",
+        "suffix",
+        "audio",
+        "prediction",
+        "reasoning_effort",
+        "verbosity",
+        "web_search_options",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "structured_outputs",
+        "prompt_logprobs",
+        "use_beam_search",
+        "length_penalty",
+        "bad_words",
+        "allowed_token_ids",
+        "truncate_prompt_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "continue_final_message",
+        "add_generation_prompt",
+        "logits_processors",
+        "priority",
+    }
+)
+"""Fields that others know; null, which changes nothing, is accepted."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text_of(content: Any) -> Any:
+    """Content parts of type text as one string, a line each."""
+    if not isinstance(content, list):
+        return content
+    for index, part in enumerate(content):
+        text_part = isinstance(part, dict) and part.keys() == {"type", "text"}
+        if not text_part or part["type"] != "text" or not isinstance(part["text"], str):
+            raise ValueError(f"part {index} is not {{'type': 'text', 'text': '...'}}")
+    return "\n".join(part["text"] for part in content)
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_unset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known = NOT_YET | cls.model_fields.keys()
+        return {k: v for k, v in values.items() if v is not None or k not in known}
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+class TextFormat(_Body):
+    type: Literal["text"]
+
+
+class _Generation(_Body):
+    """What both endpoints share. The last group changes nothing and is accepted for that."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=1024)
+    stop: Annotated[list[str], BeforeValidator(_as_list)] = Field([], max_length=32)
+    stop_token_ids: list[int] = Field([], max_length=1024)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: Literal[False] = False
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] = "auto"
+    response_format: TextFormat | None = None
+
+
+class CompletionBody(_Generation):
+    prompt: Any
+    echo: Literal[False] = False
+    logprobs: int | None = None
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(_text_of)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, values: Any) -> Any:
+        # Clients send back the assistant messages they got, with nulls for what those lacked.
+        if not isinstance(values, dict):
+            return values
+        return {k: v for k, v in values.items() if v is not None}
+
+    def to_template(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content}
+
+
+class ChatBody(_Generation):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    modalities: list[Literal["text"]] = ["text"]
+
+
+class TokenizeBody(_Body):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(_Body):
+    model: str | None = None
+    tokens: list[int]
+
+
+Body = TypeVar("Body", bound=_Body)
+
+
+def parse(cls: type[Body], values: Any) -> Body:
+    """Raises ApiError 400 that names the first field at fault."""
+    if not isinstance(values, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(values).__name__}")
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _explain(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = ".".join(str(part) for part in first["loc"])
+    param = str(first["loc"][0]) if first["loc"] else None
+    given = repr(first["input"])
+    given = given if len(given) <= 80 else given[:80] + "..."
+    if first["type"] == "extra_forbidden":
+        known = path in NOT_YET
+        message = f"{path} is not supported yet" if known else f"{path}: unknown field"
+    elif first["type"] == "missing":
+        message = f"{path} is required"
+    else:
+        message = f"{path}: {first['msg'].removeprefix('Value error, ')}, got {given}"
+    return ApiError(400, message, param)
