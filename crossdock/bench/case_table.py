@@ -13,7 +13,7 @@ def render(report: Report) -> RenderableType:
     """One row per case, then where the steps' time went, if the cases tell."""
     table = Table(title=f"{report.command}\n{report.device}", title_justify="left")
     for column in ("", "what"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for column in ("median", "quartiles", "unit", "n", "target"):
         table.add_column(column, justify="right", no_wrap=True)
     for case in report.cases:
@@ -44,7 +44,9 @@ def _parts(cases: list[Case]) -> Table:
         table.add_column(_what(case), justify="right")
     for part in cases[0].more["parts_ms"]:
         table.add_row(part, *(f"{case.more['parts_ms'][part]:.2f}" for case in cases))
-    table.add_row("step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold")
+    table.add_row(
+        "step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold"
+    )
     return table
 
 

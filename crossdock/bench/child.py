@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -20,9 +20,9 @@ ANSWER_S = 600.0
 
 
 class Child:
-    """A running `python -m MODULE`, asked one thing at a time. Ends with its `with` block."""
+    """A running `python -m MODULE`, asked one thing at a time; the first is its settings."""
 
-    def __init__(self, module: str, settings: dict[str, Any], threads: int):
+    def __init__(self, module: str, name: str, threads: int, pass_fds: Sequence[int] = ()):
         # Imports of crossdock must find this very package, installed or not.
         root = str(Path(__file__).parents[2])
         env = {
@@ -32,33 +32,41 @@ class Child:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
         }
-        self._name = f"{module} {settings}"
+        self._name = name
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=env,
+            pass_fds=pass_fds,
         )
         self._lines: SimpleQueue[str] = SimpleQueue()
         Thread(target=self._read, daemon=True).start()
-        try:
-            self.facts = self.ask(settings)
-        except BaseException:
-            self.close()
-            raise
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises UserError or CrossdockError as the child did, CrossdockError if it is gone."""
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
+        except OSError:
+            pass  # it is gone; `receive` tells how
+
+    def receive(self) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            UserError, CrossdockError: as the child did.
+            CrossdockError: the child is gone, or says nothing for too long.
+        """
+        try:
             line = self._lines.get(timeout=ANSWER_S)
         except Empty:
             raise CrossdockError(f"{self._name}: no answer in {ANSWER_S:.0f} s") from None
-        except OSError:
-            line = ""
         if not line:
             raise CrossdockError(f"{self._name}: ended with exit code {self._process.wait()}")
         answer = json.loads(line)

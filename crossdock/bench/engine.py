@@ -73,8 +73,8 @@ def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
     many = max(len(options.ranks), len(options.threads))
     if {len(options.ranks), len(options.threads)} - {1, many}:
         raise ConfigError(
-            f"--ranks has {len(options.ranks)} values and --threads {len(options.threads)}: give as "
-            "many of each, or one of either"
+            f"--ranks has {len(options.ranks)} values and --threads {len(options.threads)}: "
+            "give as many of each, or one of either"
         )
     ranks, threads = (v * many if len(v) == 1 else v for v in (options.ranks, options.threads))
     found = []
@@ -100,10 +100,12 @@ def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: N
     request = {"prompts": prompts, "output_len": options.output_len}
     answers: dict[Variant, list[dict[str, Any]]] = {v: [] for v in variants}
     with ExitStack() as stack:
-        children = {}
+        children, facts = {}, {}
         for variant in variants:
             on_progress(f"starting {variant.name}")
-            children[variant] = stack.enter_context(_child(options, variant))
+            module, settings = _settings(options, variant)
+            child = stack.enter_context(Child(module, variant.name, variant.threads))
+            children[variant], facts[variant] = child, child.ask(settings)
         for variant, child in children.items():
             on_progress(f"warming up {variant.name}")
             child.ask(warm)
@@ -111,7 +113,6 @@ def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: N
             for variant in _order(variants, turn):
                 on_progress(f"{turn + 1} of {options.repeats}: {variant.name}")
                 answers[variant].append(children[variant].ask(request))
-        facts = {variant: child.facts for variant, child in children.items()}
     return EngineRun(options, variants, facts, answers)
 
 
@@ -120,7 +121,8 @@ def _order(variants: tuple[Variant, ...], turn: int) -> Iterator[Variant]:
     return iter(variants) if turn % 2 == 0 else reversed(variants)
 
 
-def _child(options: EngineOptions, variant: Variant) -> Child:
+def _settings(options: EngineOptions, variant: Variant) -> tuple[str, dict[str, Any]]:
+    """`(module, settings)` of the child that runs `variant`."""
     if variant.ranks:
         settings = {
             **options.settings,
@@ -131,7 +133,7 @@ def _child(options: EngineOptions, variant: Variant) -> Child:
             "prefix_caching": False,
         }
         EngineConfig(**settings)  # refuses here what no child could start with
-        return Child("crossdock.bench.engine_ours", settings, variant.threads)
+        return "crossdock.bench.engine_ours", settings
     config = EngineConfig(model=options.model, **options.settings)
     settings = {
         "model": options.model,
@@ -141,7 +143,7 @@ def _child(options: EngineOptions, variant: Variant) -> Child:
         "threads": variant.threads,
         "batch": config.max_num_seqs,
     }
-    return Child("crossdock.bench.engine_transformers", settings, variant.threads)
+    return "crossdock.bench.engine_transformers", settings
 
 
 def _prompts(options: EngineOptions) -> list[list[int]]:
@@ -242,4 +244,3 @@ def _step(run: EngineRun, variant: Variant) -> Case:
 def _memory(run: EngineRun, variant: Variant) -> Case:
     values = [rss / 2**20 for rss in run.answers[variant][-1]["rss_bytes"]]
     return case_of("rank_resident_memory", values, "MiB", "lower", _shape(run, variant))
-

@@ -1,11 +1,11 @@
-"""`bench serve`: a load over HTTP against any server with OpenAI's completions, and what it felt."""
+"""`bench serve`: a load over HTTP against any server with OpenAI's completions."""
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,12 @@ async def _run_load(options: ServeOptions, on_progress: OnProgress) -> ServeRun:
             prompts = await _prompts(client, target, options, point, seed)
             warm, measured = prompts[: options.warmup], prompts[options.warmup :]
             await _drive(client, target, warm, point, seed, lambda: None)
-            counter = iter(range(done + 1, total + 1))
-            results.append(
-                await _measure(
-                    client, target, measured, point, options, seed,
-                    lambda counter=counter: on_progress(next(counter), total),
-                )
-            )  # fmt: skip
+            ended = count(done + 1)
+
+            def on_end(ended: Iterator[int] = ended) -> None:
+                on_progress(next(ended), total)
+
+            results.append(await _measure(client, target, measured, point, options, seed, on_end))
         return ServeRun(options, target, tuple(results))
     except HTTPFailure as error:
         raise CrossdockError(f"{options.url}: {error}") from None
@@ -126,23 +125,23 @@ async def _run_load(options: ServeOptions, on_progress: OnProgress) -> ServeRun:
 async def _prompts(
     client: Client, target: Target, options: ServeOptions, point: Point, seed: str
 ) -> list[Prompt]:
-    count = options.num_prompts + options.warmup
+    wanted = options.num_prompts + options.warmup
     if options.dataset == "random":
-        return random_prompts(count, point.input_len, point.output_len, target.vocabulary, seed)
+        return random_prompts(wanted, point.input_len, point.output_len, target.vocabulary, seed)
     kind, _, path = options.dataset.partition(":")
     if kind != "sharegpt" or not path:
         raise ConfigError(f"--dataset {options.dataset!r}: expected random or sharegpt:FILE")
     prompts: list[Prompt] = []
     conversations = read_sharegpt(Path(path), seed)
     for conversation in conversations:
-        if len(prompts) == count:
+        if len(prompts) == wanted:
             return prompts
         ids = await _tokenize(client, target, conversation.prompt)
         answer = await _tokenize(client, target, conversation.answer)
         fits = target.max_model_len is None or len(ids) + len(answer) <= target.max_model_len
         if ids and answer and fits:
             prompts.append(Prompt(tuple(ids), len(answer)))
-    if len(prompts) < count:
+    if len(prompts) < wanted:
         raise ConfigError(
             f"--dataset {path}: {len(prompts)} of {len(conversations)} entries fit the model's "
             f"context; --num-prompts and --warmup ask for {count} together"
@@ -238,8 +237,8 @@ async def _request(client: Client, target: Target, prompt: Prompt) -> RequestRec
         return RequestRecord(len(prompt.token_ids), start, (), now, f"malformed event: {error!r}")
     end = time.perf_counter()
     arrivals = _arrivals(chunks, total)
-    error = None if arrivals else "no token came"
-    return RequestRecord(len(prompt.token_ids), start, arrivals, end, error)
+    silence = None if arrivals else "no token came"
+    return RequestRecord(len(prompt.token_ids), start, arrivals, end, silence)
 
 
 def _arrivals(chunks: list[tuple[float, int]], total: int) -> tuple[tuple[float, int], ...]:

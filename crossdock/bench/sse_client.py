@@ -8,7 +8,7 @@ counted as the server's.
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +31,7 @@ class Answer:
     """`reusable`: the connection can carry another request once the body is read."""
 
     status: int
-    body: AsyncIterator[bytes]
+    body: AsyncGenerator[bytes, None]
     reusable: bool
 
 
@@ -62,7 +62,7 @@ class Client:
     async def text(self, path: str) -> str:
         return b"".join([part async for part in self._request("GET", path, None)]).decode()
 
-    async def events(self, path: str, body: Any) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Each event of a stream as it arrives, without the closing [DONE].
 
         Raises HTTPFailure when the stream breaks off, or brings an error.
@@ -89,7 +89,7 @@ class Client:
             writer.close()
         self._idle.clear()
 
-    async def _request(self, method: str, path: str, body: Any) -> AsyncIterator[bytes]:
+    async def _request(self, method: str, path: str, body: Any) -> AsyncGenerator[bytes, None]:
         payload = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}"
         data = f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
@@ -140,13 +140,13 @@ async def _read_answer(reader: asyncio.StreamReader) -> Answer:
     return Answer(status, _plain(reader, length), stays and length is not None)
 
 
-async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _chunks(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
     while size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):
         yield (await reader.readexactly(size + 2))[:-2]
     await reader.readuntil(b"\r\n")
 
 
-async def _plain(reader: asyncio.StreamReader, length: str | None) -> AsyncIterator[bytes]:
+async def _plain(reader: asyncio.StreamReader, length: str | None) -> AsyncGenerator[bytes, None]:
     yield await (reader.read() if length is None else reader.readexactly(int(length)))
 
 

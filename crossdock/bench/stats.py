@@ -1,4 +1,4 @@
-"""Arithmetic of latencies: percentiles, what one request felt, what a load came to. Pure; seconds."""
+"""Arithmetic of latencies, in seconds: percentiles, one request, a whole load. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread(total: int, chunks: int) -> list[int]:
-    """`total` tokens over chunks of unknown size, as evenly as whole tokens go, the first ones up."""
+    """`total` tokens over chunks of unknown size, as evenly as whole tokens go."""
     return [-(-total * (i + 1) // chunks) + (-total * i // chunks) for i in range(chunks)]
 
 

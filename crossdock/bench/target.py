@@ -8,9 +8,9 @@ from crossdock.bench.sse_client import Client, HTTPFailure
 from crossdock.core import ConfigError
 
 SAMPLE = (
-    "It was the best of times, it was the worst of times; the quick brown fox jumps over a lazy dog. "
-    "Pack my box with five dozen liquor jugs! How vexingly quick daft zebras jump, said she. "
-    "0123456789 - A BCD EFG HIJ KLM NOP QRS TUV WXYZ, and so on? (yes) [no] {maybe} #1 $2 50% & more."
+    "Pack my box with five dozen liquor jugs! How vexingly quick daft zebras jump, said she; the "
+    "quick brown fox jumps over a lazy dog and runs away from its master through the long night. "
+    "0123456789 - A BCD EFG HIJ KLM NOP QRS TUV WXYZ, so what? (yes) [no] {maybe} #1 $2 50% & all."
 )
 
 
@@ -74,7 +74,9 @@ async def _count_ranks(client: Client) -> int | None:
         text = await client.text("/metrics")
     except HTTPFailure:
         return None
-    return len(set(re.findall(r'^crossdock:rank_tokens_total\{.*?rank="(\d+)"', text, re.M))) or None
+    return (
+        len(set(re.findall(r'^crossdock:rank_tokens_total\{.*?rank="(\d+)"', text, re.M))) or None
+    )
 
 
 async def _stream_options(client: Client, model: str, token: int) -> dict[str, bool]:

@@ -35,9 +35,7 @@ def random_prompts(
     """Token ids drawn uniformly from `vocabulary`, lengths uniformly from the inclusive ranges."""
     rng = random.Random(seed)
     return [
-        Prompt(
-            tuple(rng.choices(vocabulary, k=rng.randint(*input_len))), rng.randint(*output_len)
-        )
+        Prompt(tuple(rng.choices(vocabulary, k=rng.randint(*input_len))), rng.randint(*output_len))
         for _ in range(count)
     ]
 

@@ -42,17 +42,22 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "threads", "max_num_seqs", "max_num_batched_tokens", "page_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
-        if self.redundant_experts is not None and self.redundant_experts < 0:
-            raise ConfigError(f"redundant_experts must be 0 or more, got {self.redundant_experts}")
-        if self.deadline_s <= 0:
-            raise ConfigError(f"deadline_s must be above 0, got {self.deadline_s}")
-        if self.kv_memory_gib is not None and self.kv_memory_gib <= 0:
-            raise ConfigError(f"kv_memory_gib must be above 0, got {self.kv_memory_gib}")
+        for name in (
+            "ranks",
+            "threads",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "load_window_tokens",
+        ):
+            _at_least(name, getattr(self, name), 1)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+        if self.redundant_experts is not None:
+            _at_least("redundant_experts", self.redundant_experts, 0)
+        _above_0("deadline_s", self.deadline_s)
+        if self.kv_memory_gib is not None:
+            _above_0("kv_memory_gib", self.kv_memory_gib)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
@@ -77,6 +82,24 @@ class ServerConfig:
     drain_s: float = 30.0
     """How long SIGTERM waits for running requests."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
+        _at_least("max_queue", self.max_queue, 1)
+        _above_0("max_body_mib", self.max_body_mib)
+        if not self.drain_s >= 0:
+            raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _above_0(name: str, value: float) -> None:
+    if not value > 0:  # NaN is not
+        raise ConfigError(f"{name} must be above 0, got {value}")
+
 
 def load_toml(path: Path) -> dict[str, Any]:
     """Settings of a TOML file, checked against both configs.
@@ -85,9 +108,11 @@ def load_toml(path: Path) -> dict[str, Any]:
         ConfigError: names the file, the line and the key.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error}") from None
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -98,8 +123,7 @@ def load_toml(path: Path) -> dict[str, Any]:
         if key not in hints:
             raise ConfigError(f"{where}: unknown; known keys: {', '.join(sorted(hints))}")
         if not _fits(value, hints[key]):
-            expected = getattr(hints[key], "__name__", None) or str(hints[key])
-            raise ConfigError(f"{where}: got {value!r}, expected {expected.replace('typing.', '')}")
+            raise ConfigError(f"{where}: got {value!r}, expected {_describe(hints[key])}")
     return values
 
 
@@ -114,9 +138,15 @@ def split_settings(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 def _line_of(text: str, key: str) -> int:
     for number, line in enumerate(text.splitlines(), 1):
-        if line.split("=")[0].strip().strip("[]\"'") == key:
+        if line.split("=")[0].strip().strip("[]").split(".")[0].strip(" \"'") == key:
             return number
     return 1
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def _fits(value: Any, hint: Any) -> bool:

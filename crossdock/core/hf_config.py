@@ -11,6 +11,7 @@ from typing import Any
 
 from crossdock.core.errors import CheckpointError
 from crossdock.core.model_spec import (
+    DTYPE_BYTES,
     GQASpec,
     MLASpec,
     ModelSpec,
@@ -34,6 +35,8 @@ def load_spec(model_dir: Path) -> ModelSpec:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found; a model directory holds a config.json") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
@@ -54,13 +57,44 @@ def parse_config(config: Config, where: str = "config.json") -> ModelSpec:
         )
     try:
         spec = _PARSERS[name](name, config)
+        _check(spec)
     except KeyError as missing:
         raise CheckpointError(f"{where}: key {missing} is missing") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{where}: {error}") from None
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{where}: hidden_act {config['hidden_act']!r}; expected 'silu'")
     return spec
+
+
+def _check(spec: ModelSpec) -> None:
+    """Raises ValueError for numbers that no model can have."""
+    moe, attention = spec.moe, spec.attention
+    sizes = {
+        "num_hidden_layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "num_attention_heads": attention.num_heads,
+        "the experts' intermediate size": moe.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} {size} must be positive")
+    if not 1 <= moe.top_k <= moe.num_experts:
+        raise ValueError(f"num_experts_per_tok {moe.top_k} of {moe.num_experts} experts")
+    if moe.num_experts % moe.num_groups or not 1 <= moe.topk_groups <= moe.num_groups:
+        raise ValueError(
+            f"topk_group {moe.topk_groups} of n_group {moe.num_groups} of {moe.num_experts} experts"
+        )
+    if not spec.moe_layers:
+        raise ValueError("none of the layers has routed experts")
+    if isinstance(attention, GQASpec) and attention.num_heads % attention.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads {attention.num_heads} is no multiple of num_key_value_heads "
+            f"{attention.num_kv_heads}"
+        )
+    if spec.dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {spec.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")
 
 
 def _rope(config: Config, dim: int, interleaved: bool, default_theta: float = 10000.0) -> RopeSpec:

@@ -109,7 +109,7 @@ def encode(message: Any) -> bytes:
 def decode(data: bytes) -> Any:
     try:
         return json.loads(data, object_hook=_from_dict)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CrossdockError(f"a message on the rank channel is malformed: {error}") from None
 
 

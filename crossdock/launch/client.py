@@ -60,6 +60,7 @@ class EngineClient:
         max_model_len: int,
         model_name: str,
         fds: dict[str, int],
+        on_progress: OnProgress | None = None,
     ):
         self.spec, self.config = spec, config
         self.max_model_len, self.model_name = max_model_len, model_name
@@ -67,7 +68,7 @@ class EngineClient:
         self.info: list[dict[str, Any]] = [{} for _ in range(config.ranks)]
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] = lambda message: None
-        self._on_progress: OnProgress | None = None
+        self._on_progress = on_progress
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._ready: set[int] = set()
@@ -78,15 +79,15 @@ class EngineClient:
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
         self._router = Router(
-            config.ranks, config.page_size, namespace=config.model, max_num_seqs=config.max_num_seqs
+            config.ranks,
+            page_size=config.page_size,
+            max_num_seqs=config.max_num_seqs,
+            namespace=config.model,
+            prefix_caching=config.prefix_caching,
         )
         self._cluster = Cluster(config, self._receive, self._lost, fds)
 
     # -- starting and ending ---------------------------------------------------------------------
-
-    def start(self, config: EngineConfig, fds: dict[str, int], on_progress: OnProgress | None):
-        self._on_progress = on_progress
-        self._cluster.start(config, fds)
 
     def wait_ready(self, silence_s: float) -> None:
         """Returns once every rank is ready.
@@ -238,8 +239,10 @@ class EngineClient:
         with self._lock:
             opened = self._open.get(request_id)
             choice = opened.choices.get(int(index)) if opened else None
-        if opened is None or choice is None:
-            return  # aborted meanwhile
+            if opened is None or choice is None:
+                return  # aborted meanwhile
+            if choice.is_new and output.tokens:
+                self._router.started(output.request_id)
         # Only this rank's reader thread touches the choice, so the text needs no lock.
         update = choice.push(output)
         if update.finish_reason is not None:

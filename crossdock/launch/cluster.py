@@ -23,6 +23,8 @@ _GRACE_S = 1.5
 class Cluster:
     """R processes of this host, each with a reader and a writer thread in this one.
 
+    `config` has everything resolved; `fds` are inherited by every rank, by name.
+
     `on_message(rank, message)` is called from the reader threads; `on_exit(rank, why)` once per
     process that ends before `close`, with its last lines of standard error.
     """
@@ -44,6 +46,7 @@ class Cluster:
         self._stderr: list[deque[str]] = []
         for rank in range(config.ranks):
             self._spawn(rank, fds)
+            self.send(rank, Start(rank, config, fds, os.path.join(self._rendezvous, "store")))
 
     def _spawn(self, rank: int, fds: dict[str, int]) -> None:
         ours, theirs = channel_pair()
@@ -70,12 +73,6 @@ class Cluster:
         self._stderr.append(deque(maxlen=_STDERR_LINES))
         for target in (self._read, self._write, self._forward_stderr):
             threading.Thread(target=target, args=(rank,), daemon=True).start()
-
-    def start(self, config: EngineConfig, fds: dict[str, int]) -> None:
-        """Tells every rank what to build; `config` has everything resolved."""
-        rendezvous = os.path.join(self._rendezvous, "store")
-        for rank in range(config.ranks):
-            self.send(rank, Start(rank, config, fds, rendezvous))
 
     def send(self, rank: int, message: Any) -> None:
         """Never blocks: a rank that does not read must not stop the gateway."""

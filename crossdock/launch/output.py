@@ -40,12 +40,14 @@ class Choice:
 
     def __init__(self, index: int, rank: int, params: SamplingParams, tokenizer: Tokenizer):
         self.index, self.rank, self.params = index, rank, params
+        self.is_new = True
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
 
     def push(self, output: TokenOutput) -> Update:
         """The update for `output`; ends early, with finish_reason "stop", at a stop string."""
+        self.is_new = False
         text, used = "", 0
         stopped: str | None = None
         for sampled in output.tokens:
@@ -90,7 +92,6 @@ class Choice:
     def _with_text(
         self, entry: TokenLogprob, top: tuple[TokenLogprobs, ...] = ()
     ) -> TokenLogprobs:
-        raw = self._tokenizer.token_bytes(entry.token_id)
-        return TokenLogprobs(
-            entry.token_id, raw.decode(errors="replace"), tuple(raw), entry.logprob, top
-        )
+        tokenizer, token = self._tokenizer, entry.token_id
+        raw = tuple(tokenizer.token_bytes(token))
+        return TokenLogprobs(token, tokenizer.token_text(token), raw, entry.logprob, top)

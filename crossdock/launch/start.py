@@ -1,14 +1,20 @@
 """Starting an engine on this host: `launch(config)` gives a client whose ranks are ready."""
 
-import os
 from dataclasses import replace
 
-from crossdock.core import ConfigError, EngineConfig, load_spec
+import torch
+
+from crossdock.comm import SharedMemory, resolve_transport, shm_bytes
+from crossdock.comm.world import SHM
+from crossdock.core import ConfigError, EngineConfig, ModelSpec, load_spec
+from crossdock.core.model_spec import DTYPE_BYTES
+from crossdock.engine import initial_placement, resolve_dtype, resolve_max_model_len
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.hub import resolve_model
+from crossdock.models.tokenizer import load_tokenizer
 
 _SILENCE_S = 600.0
-"""How long ranks may say nothing while they load before the start is called failed."""
+"""How long no rank may say anything while they load before the start is called failed."""
 
 
 def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> EngineClient:
@@ -20,6 +26,53 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     """
     model_dir = resolve_model(config.model, config.revision)
     spec = load_spec(model_dir)
-    from crossdock.engine import resolve_max_model_len
+    name, config = config.model, _resolve(replace(config, model=str(model_dir)), spec)
+    initial_placement(config, spec)  # refuses an impossible one before anything is started
+    memory = SharedMemory.create(_shared_bytes(config, spec))
+    assert config.max_model_len is not None
+    client = EngineClient(
+        config, spec, config.max_model_len, name, {SHM: memory.fd}, on_progress
+    )
+    try:
+        memory.close_fd()
+        client.tokenizer = load_tokenizer(model_dir)
+        client.wait_ready(_SILENCE_S)
+    except BaseException:
+        client.close()
+        raise
+    return client
 
-    max_model_len = resolve_max_model_len(config, spec)
+
+def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Everything derived is derived here, once, so that all ranks are told the same."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.device_count() < config.ranks:
+        raise ConfigError(
+            f"{config.ranks} ranks need as many CUDA devices, {torch.cuda.device_count()} are "
+            f"visible; lower ranks or set device = 'cpu'"
+        )
+    if device == "cuda" and config.invariant:
+        raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
+    return replace(
+        config,
+        device=device,
+        transport=resolve_transport(config.transport, config.ranks, device),
+        dtype=resolve_dtype(config, spec, device),
+        max_model_len=resolve_max_model_len(config, spec),
+    )
+
+
+def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Control board and lockstep, and the buffers of the shm transport where it is used."""
+    if config.transport != "shm":
+        return shm_bytes(config.ranks)
+    return shm_bytes(
+        config.ranks,
+        config.max_num_batched_tokens,
+        spec.hidden_size,
+        spec.moe.top_k,
+        DTYPE_BYTES[config.dtype],
+        config.invariant,
+    )

@@ -19,20 +19,25 @@ GatedUnit = Callable[[Tensor], Tensor]
 """SwiGLU's middle: `[T, 2F]`, gate first then up, to `silu(gate) * up` [T, F]."""
 
 ROW_TILE = 16
-# Inner sizes that are no multiple of the vector width take scalar tails whose order depends on the
-# row's place in the tile (seen with MKL: K = 33, N = 3).
-INNER_MULTIPLE = 16
+# Sizes that are no multiple of the vector width take scalar tails, whose order of sums depends on
+# the row's place in the tile (seen with MKL: K = 33, N = 3 in mm; N = 5 in bmm).
+WIDTH_MULTIPLE = 16
 
 
 def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
     return F.linear(x_TK, w_NK, b_N)
 
 
+def pad_width(x: Tensor) -> Tensor:
+    """The last dimension zero-padded to a safe multiple; zeros do not change a sum of products."""
+    odd = -x.shape[-1] % WIDTH_MULTIPLE
+    return F.pad(x, (0, odd)) if odd else x
+
+
 def invariant_linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
     """As `linear`; each row's bits are independent of the number of rows and of its place."""
-    rows, odd = x_TK.shape[0], -x_TK.shape[1] % INNER_MULTIPLE
-    x_TK = F.pad(x_TK, (0, odd, 0, -rows % ROW_TILE))
-    w_KN = F.pad(w_NK, (0, odd)).t() if odd else w_NK.t()
+    rows, w_KN = x_TK.shape[0], pad_width(w_NK).t()
+    x_TK = F.pad(pad_width(x_TK), (0, 0, 0, -rows % ROW_TILE))
     y_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
     for i in range(0, rows, ROW_TILE):
         torch.mm(x_TK[i : i + ROW_TILE], w_KN, out=y_TN[i : i + ROW_TILE])
@@ -45,11 +50,13 @@ def batch_matmul(x_GTK: Tensor, w_GKN: Tensor) -> Tensor:
 
 
 def invariant_batch_matmul(x_GTK: Tensor, w_GKN: Tensor) -> Tensor:
-    rows, odd = x_GTK.shape[1], -x_GTK.shape[2] % INNER_MULTIPLE
-    x_GTK = F.pad(x_GTK, (0, odd, 0, -rows % ROW_TILE))
-    w_GKN = F.pad(w_GKN, (0, 0, 0, odd)) if odd else w_GKN
+    (_, rows, inner), outer = x_GTK.shape, w_GKN.shape[2]
+    x_GTK = F.pad(pad_width(x_GTK), (0, 0, 0, -rows % ROW_TILE))
+    w_GKN = pad_width(w_GKN)
+    if inner != x_GTK.shape[2]:
+        w_GKN = F.pad(w_GKN, (0, 0, 0, x_GTK.shape[2] - inner))
     tiles = [torch.bmm(x_GtK, w_GKN) for x_GtK in x_GTK.split(ROW_TILE, dim=1)]
-    return torch.cat(tiles, dim=1)[:, :rows]
+    return torch.cat(tiles, dim=1)[:, :rows, :outer]
 
 
 def swiglu(x_TF: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class Rope:
 
 
 def rotate(x_ThD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Separate multiplies and one add: each is rounded by itself, so bits never depend on shapes."""
+    """Separate multiplies and one add: each rounds by itself, so bits never depend on shapes."""
     return (x_ThD * cos_T1D).add_(x_ThD.roll(x_ThD.shape[-1] // 2, -1).mul_(sin_T1D))
 
 

@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from crossdock.core import CheckpointError
 from crossdock.models.hf_tokenizer import HFTokenizer
 from crossdock.models.kimi_tokenizer import VOCAB_FILE, KimiTokenizer
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", VOCAB_FILE)
 
 
 class Tokenizer(Protocol):
@@ -46,6 +49,10 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Raises CheckpointError: no tokenizer files, or none that can be read without running code."""
     model_dir = Path(model_dir)
+    if not any((model_dir / name).exists() for name in _FILES):
+        raise CheckpointError(
+            f"{model_dir}: holds no tokenizer; expected one of {', '.join(_FILES)}"
+        )
     if (model_dir / VOCAB_FILE).exists() and not (model_dir / "tokenizer.json").exists():
         return KimiTokenizer(model_dir)
     return HFTokenizer(model_dir)

@@ -44,10 +44,12 @@ class Update(Protocol):
 
 
 class Tokenizer(Protocol):
+    """Raises RequestError for texts and messages that it cannot take."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]: ...
 
 

@@ -63,4 +63,4 @@ def from_engine(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, RankLost):
         return ApiError(503, str(error), headers={"Retry-After": "5"})
-    return ApiError(500, f"{type(error).__name__}: {error}")
+    return ApiError(500, str(error), code="engine_error")

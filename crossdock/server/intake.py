@@ -8,7 +8,7 @@ from typing import Any
 from crossdock.core import RequestError, SamplingParams
 from crossdock.server.border import EngineClient, Tokenizer
 from crossdock.server.errors import ApiError
-from crossdock.server.schema import ChatBody, CompletionBody, Message
+from crossdock.server.schema import ChatBody, CompletionBody, Message, StreamOptions
 
 _INLINE_CHARS = 2000
 """Longer texts are tokenized in a thread, so that the event loop goes on serving."""
@@ -22,25 +22,26 @@ class Job:
     chat: bool
     prompts: tuple[tuple[tuple[int, ...], SamplingParams], ...]
     stream: bool
-    include_usage: bool
+    usage: StreamOptions
 
     @property
     def prompt_tokens(self) -> int:
         return sum(len(ids) for ids, _ in self.prompts)
 
 
-async def completion_job(body: CompletionBody, client: EngineClient, max_prompts: int) -> Job:
+async def completion_job(body: CompletionBody, client: EngineClient, max_sequences: int) -> Job:
     params = _sampling(body, body.max_tokens, body.logprobs)
     texts_or_ids = _prompts(body.prompt)
-    if len(texts_or_ids) > max_prompts:
+    sequences = len(texts_or_ids) * params.n
+    if len(texts_or_ids) > 1 and sequences > max_sequences:
         raise ApiError(
-            400, f"{len(texts_or_ids)} prompts, at most {max_prompts} fit the queue", "prompt"
+            400, f"{sequences} sequences at once; at most {max_sequences} are taken", "prompt"
         )
     prompts = []
     for prompt in texts_or_ids:
         ids = await encode(client.tokenizer, prompt) if isinstance(prompt, str) else prompt
         prompts.append(_fit(ids, params, client, "prompt", "max_tokens", _COMPLETION_TOKENS))
-    return Job(False, tuple(prompts), body.stream, _include_usage(body))
+    return Job(False, tuple(prompts), body.stream, _usage(body))
 
 
 async def chat_job(body: ChatBody, client: EngineClient) -> Job:
@@ -60,7 +61,7 @@ async def chat_job(body: ChatBody, client: EngineClient) -> Job:
     params = _sampling(body, limit, logprobs, renamed)
     ids = await render(client.tokenizer, body.messages)
     prompt = _fit(ids, params, client, "messages", field, client.max_model_len)
-    return Job(True, (prompt,), body.stream, _include_usage(body))
+    return Job(True, (prompt,), body.stream, _usage(body))
 
 
 async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -71,11 +72,8 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = Tru
 
 async def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     rendered = [message.to_template() for message in messages]
-    try:
-        # Always in a thread: a template is a program that came with the checkpoint.
-        return await asyncio.to_thread(tokenizer.apply_chat_template, rendered)
-    except Exception as error:  # templates raise what they like to refuse messages
-        raise ApiError(400, f"the chat template refuses: {error}", "messages") from None
+    # Always in a thread: a template is a program that came with the checkpoint.
+    return await asyncio.to_thread(tokenizer.apply_chat_template, rendered)
 
 
 def check_ids(ids: Sequence[int], client: EngineClient, param: str) -> None:
@@ -85,12 +83,15 @@ def check_ids(ids: Sequence[int], client: EngineClient, param: str) -> None:
         raise ApiError(400, f"{param}: token id {bad} is outside the vocabulary of {vocab}", param)
 
 
-def _include_usage(body: CompletionBody | ChatBody) -> bool:
-    if body.stream_options is None:
-        return False
+def _usage(body: CompletionBody | ChatBody) -> StreamOptions:
+    options = body.stream_options
+    if options is None:
+        return StreamOptions()
     if not body.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    return body.stream_options.include_usage
+    if options.continuous_usage_stats and not options.include_usage:
+        raise ApiError(400, "continuous_usage_stats needs include_usage: true", "stream_options")
+    return options
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

@@ -71,7 +71,10 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
+    """`continuous_usage_stats` (vLLM's): every chunk tells the usage so far."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 

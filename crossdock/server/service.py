@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import logging
 import time
 from typing import Any
 
@@ -15,52 +16,40 @@ from crossdock.server.border import EngineClient
 from crossdock.server.errors import ApiError
 from crossdock.server.mailbox import Inbox, Mailbox
 
+_log = logging.getLogger(__name__)
 _BODY_S = 30.0
 """How long a body may take to arrive."""
-
-
-class EngineHolder:
-    """An engine that may not be there yet. `attach` may be called from any thread, once."""
-
-    def __init__(self, client: EngineClient | None = None):
-        self.client = client
-
-    def attach(self, client: EngineClient) -> None:
-        self.client = client
 
 
 class Service:
     """One per app; lives on the event loop."""
 
-    def __init__(self, holder: EngineHolder, config: ServerConfig, metrics: GatewayMetrics):
+    def __init__(self, client: EngineClient | None, config: ServerConfig, metrics: GatewayMetrics):
         self.config, self.metrics = config, metrics
         self.started = int(time.time())
         self.draining = False
         self.open: set[Inbox] = set()
         self.mailbox: Mailbox | None = None
-        self._holder = holder
-        self._attached = False
+        self.client: EngineClient | None = None
         self._numbers = itertools.count()
+        if client is not None:
+            self.attach(client)
 
-    @property
-    def client(self) -> EngineClient | None:
-        client = self._holder.client
-        if client is not None and not self._attached:
-            self._attached = True
-            self.metrics.attach(
-                Engine(
-                    client.snapshots,
-                    client.config.ranks,
-                    client.spec.moe.top_k,
-                    client.config.load_window_tokens,
-                )
+    def attach(self, client: EngineClient) -> None:
+        """The engine is ready; called once, from any thread."""
+        self.metrics.attach(
+            Engine(
+                client.snapshots,
+                client.config.ranks,
+                client.spec.moe.top_k,
+                client.config.load_window_tokens,
             )
-        return client
+        )
+        self.client = client
 
     @property
     def failure(self) -> str | None:
-        client = self.client
-        return None if client is None else client.failure
+        return None if self.client is None else self.client.failure
 
     def status(self) -> tuple[str, str | None]:
         """`(word, why)`: ok, loading, draining or failed; why is None when ok."""
@@ -114,7 +103,10 @@ class Service:
         while True:
             await asyncio.sleep(every_s)
             if self.open or was_open:
-                await asyncio.to_thread(self.metrics.sample)
+                try:
+                    await asyncio.to_thread(self.metrics.sample)
+                except Exception:  # of the client; serving goes on without figures
+                    _log.exception("the ranks' metrics could not be read")
             was_open = bool(self.open)
 
 
@@ -123,7 +115,7 @@ async def read_json(request: Request, max_bytes: int) -> Any:
 
     Raises:
         ApiError: 400, 408, 413 or 415.
-        ClientDisconnect: it never came whole.
+        starlette.requests.ClientDisconnect: it never came whole.
     """
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):

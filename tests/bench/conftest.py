@@ -109,6 +109,11 @@ def fake_server() -> Iterator[FakeServer]:
         asyncio.set_event_loop(loop)
         loop.run_until_complete(serve())
         loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.close()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -16,8 +16,8 @@ from crossdock.layers.rope import rotate
 
 @dataclass(frozen=True, eq=False)
 class GQAWeights:
-    """h query and k key/value heads of width D. qkv [(h + 2k) * D, H]; norms over D ("head") or over
-    the whole projection ("full"), None without."""
+    """h query and k key/value heads of width D. qkv [(h + 2k) * D, H]; norms over D ("head") or
+    over the whole projection ("full"), None without."""
 
     qkv: Tensor
     out: Tensor

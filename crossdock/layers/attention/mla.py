@@ -74,9 +74,7 @@ class MLAttention:
             out_TV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.group.all_reduce(self.products.matmul(out_TV, self.w.out, self.w.out_bias))
 
-    def _project(
-        self, x_TH: Tensor, cache: Tensor, plan: AttentionPlan
-    ) -> tuple[Tensor, Tensor]:
+    def _project(self, x_TH: Tensor, cache: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor]:
         """Queries [T, h, nope] and, turned, [T, h, R]; latents and turned keys go to the cache."""
         s, matmul = self.spec, self.products.matmul
         a = matmul(x_TH, self.w.a, self.w.a_bias)
@@ -102,9 +100,7 @@ class MLAttention:
         out_hTV = self.products.batch_matmul(out_ThL.transpose(0, 1), self.up_v_hLV)
         return out_hTV.transpose(0, 1).flatten(1)
 
-    def _decode(
-        self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, rows: DecodeRows
-    ) -> Tensor:
+    def _decode(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, rows: DecodeRows) -> Tensor:
         q_BhC = self._absorbed(q_nope, q_rope)
         keys_BNC = cache.index_select(0, rows.slots).view(rows.count, -1, cache.shape[1])
         bias_B1N = rows.bias_BN[:, None]

@@ -69,9 +69,7 @@ class AttentionPlanner:
             blocks = self._blocks(batch, page_size)
             return AttentionPlan(cos, sin, batch.kv_slots_T, blocks=blocks)
         decodes = self._decodes(batch, page_size) if batch.num_decodes else None
-        return AttentionPlan(
-            cos, sin, batch.kv_slots_T, decodes, self._prefills(batch, page_size)
-        )
+        return AttentionPlan(cos, sin, batch.kv_slots_T, decodes, self._prefills(batch, page_size))
 
     def _decodes(self, batch: ForwardBatch, page_size: int) -> DecodeRows:
         count = batch.num_decodes

@@ -1,0 +1,204 @@
+"""`bench ...`: flags to options; the work is in the room `bench`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from crossdock.cli.output import JsonFlag, Output, output_of
+from crossdock.cli.settings import ConfigFile, Device, Model, settings
+from crossdock.core import ConfigError
+from crossdock.core.env import read_env
+
+OutFile = Annotated[Path | None, typer.Option("--out", help="Write the JSON document here too.")]
+
+
+def engine(
+    ctx: typer.Context,
+    model: Model,
+    vs: Annotated[
+        str | None, typer.Option(help="Beside another engine: transformers.", show_default=False)
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Ranks; a list such as 1,4 is compared.")] = "1",
+    threads: Annotated[str, typer.Option(help="CPU threads a rank, for each of --ranks.")] = "1",
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="Compare with invariant mode too.")
+    ] = False,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 32,
+    input_len: Annotated[str, typer.Option(help="Tokens: N, or LOW:HIGH.")] = "20:200",
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 64,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at once, per rank.")] = None,
+    device: Device = None,
+    target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
+    config: ConfigFile = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Output tokens per second without HTTP; what is compared takes turns in one run."""
+    from crossdock.bench import engine as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.report import parse_counts, parse_lengths
+
+    if vs not in (None, "transformers"):
+        raise ConfigError(f"--vs {vs!r}: expected transformers")
+    lengths = parse_lengths(input_len, "--input-len")
+    if len(lengths) > 1:
+        raise ConfigError(f"--input-len {input_len!r}: one length or one range")
+    fields, _ = settings(config, max_num_seqs=max_num_seqs, device=device)
+    options = bench.EngineOptions(
+        model=model,
+        ranks=parse_counts(ranks, "--ranks"),
+        threads=parse_counts(threads, "--threads"),
+        invariant=invariant,
+        vs_transformers=vs is not None,
+        num_prompts=num_prompts,
+        input_len=lengths[0],
+        output_len=output_len,
+        prompts_file=prompts,
+        repeats=repeats,
+        target=target,
+        settings=fields,
+    )
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_engines(options, on_progress)
+    report = bench.report(run, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def serve(
+    ctx: typer.Context,
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="[default: the server's first]")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Requests open at once; a list such as 1,8,32 is swept.")
+    ] = None,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests per second, Poisson; inf: all at once.")
+    ] = float("inf"),
+    input_len: Annotated[
+        str, typer.Option(help="Tokens: N or LOW:HIGH; a list such as 128,1024 is swept.")
+    ] = "128",
+    output_len: Annotated[str, typer.Option(help="As --input-len.")] = "64",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each point.")] = 100,
+    dataset: Annotated[str, typer.Option(help="random, or sharegpt:FILE.")] = "random",
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 4,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Limits in ms that a good request keeps: ttft:500 tpot:50 e2e:9000."),
+    ] = None,
+    more_limits: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="For figures per device. [default: ask the server]")
+    ] = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """A load over HTTP: throughput, latencies, goodput. Exit code 1 if any request failed."""
+    from crossdock.bench import serve as bench
+    from crossdock.bench.report import parse_counts, parse_lengths
+    from crossdock.bench.serve_table import render
+    from crossdock.bench.stats import parse_slo
+
+    if more_limits and not goodput:
+        raise ConfigError(f"unexpected argument {more_limits[0]!r}")
+    if not request_rate > 0:
+        raise ConfigError(f"--request-rate must be above 0, got {request_rate:g}")
+    options = bench.ServeOptions(
+        url=url,
+        model=model,
+        api_key=read_env().api_key,
+        concurrency=parse_counts(concurrency, "--concurrency") if concurrency else (),
+        request_rate=request_rate,
+        input_lens=parse_lengths(input_len, "--input-len"),
+        output_lens=parse_lengths(output_len, "--output-len"),
+        num_prompts=num_prompts,
+        dataset=dataset,
+        warmup=warmup,
+        slo=parse_slo([*(goodput or []), *(more_limits or [])]) or None,
+        seed=seed,
+        devices=devices,
+    )
+    output = output_of(ctx)
+    with _bar(output) as bar:
+        task = bar.add_task("requests", total=None)
+        run = bench.run_load(
+            options, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    finish(bench.report(run, command_line()).document(), render(run), out, output)
+    if run.failures:
+        for error in dict.fromkeys(error for p in run.points for error in p.errors[:3]):
+            output.notes.print(f"failed: {error}", style="red", markup=False)
+        raise typer.Exit(1)
+
+
+def comm(
+    ctx: typer.Context,
+    ranks: Annotated[int, typer.Option(help="Rank processes of this host.")] = 4,
+    tokens: Annotated[str, typer.Option(help="Of each rank; a list gives a case each.")] = "1,8,64",
+    hidden: Annotated[int, typer.Option(min=1, help="Values of a row.")] = 256,
+    experts: Annotated[int, typer.Option(min=1, help="One slot each.")] = 32,
+    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 4,
+    exchanges: Annotated[int, typer.Option(min=1, help="Of each turn.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each transport.")] = 15,
+    target: Annotated[
+        float | None, typer.Option(help="How many times faster than collective shm must be.")
+    ] = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Dispatch and combine of CPU ranks: shm beside collective, in one run."""
+    from crossdock.bench import comm as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.report import parse_counts
+
+    options = bench.CommOptions(
+        ranks=ranks,
+        tokens=parse_counts(tokens, "--tokens"),
+        hidden=hidden,
+        experts=experts,
+        top_k=top_k,
+        exchanges=exchanges,
+        repeats=repeats,
+        target=target,
+    )
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_comm(options, on_progress)
+    report = bench.report(run, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def command_line() -> str:
+    """As it was typed."""
+    return " ".join(["crossdock", *sys.argv[1:]])
+
+
+def finish(
+    document: dict[str, Any], human: RenderableType, out: Path | None, output: Output
+) -> None:
+    from crossdock.bench.report import write_document
+
+    if out is not None:
+        write_document(document, out)
+    output.result(document, human)
+
+
+def _bar(output: Output) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=output.notes,
+        transient=True,
+        disable=not output.notes.is_terminal,
+    )

@@ -1,0 +1,78 @@
+"""`check`: what is here, and what of crossdock can run on it."""
+
+from typing import Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.cli.output import JsonFlag, output_of
+
+GIB = 2**30
+
+
+def check(ctx: typer.Context, json: JsonFlag = False) -> None:
+    """Looks at this machine: versions, devices, links, memory, and what can run here."""
+    from crossdock.cli.doctor import examine
+
+    found = examine()
+    output_of(ctx).result(found, _human(found))
+    if not any(c["works"] for c in found["capabilities"]):
+        raise typer.Exit(1)
+
+
+def _human(found: dict[str, Any]) -> RenderableType:
+    cpu, shared = found["cpu"], found["shared_memory"]
+    facts = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    packages = ", ".join(f"{k} {v}" for k, v in found["packages"].items() if v)
+    facts.add_row("Python", f"{found['python']} on {found['platform']}")
+    facts.add_row("packages", packages)
+    facts.add_row("NCCL", found["nccl"] or "none")
+    facts.add_row("processor", f"{cpu['name']}, {cpu['memory_order']}")
+    facts.add_row(
+        "memory", f"{cpu['free_bytes'] / GIB:.1f} of {cpu['memory_bytes'] / GIB:.1f} GiB free"
+    )
+    facts.add_row(
+        "shared memory",
+        f"memfd {'yes' if shared['memfd'] else 'no'}, "
+        f"/dev/shm {shared['dev_shm_free_bytes'] / GIB:.1f} GiB free",
+    )
+    for device in found["devices"]:
+        facts.add_row(
+            f"cuda:{device['index']}",
+            f"{device['name']}, {device['free_bytes'] / GIB:.1f} of "
+            f"{device['memory_bytes'] / GIB:.1f} GiB free, capability {device['capability']}",
+        )
+    parts: list[RenderableType] = [facts]
+    if found["links"]:
+        parts.append(_links(found))
+    parts.append(_capabilities(found))
+    parts += [Text(f"problem: {p}", style="bold red") for p in found["problems"]]
+    return Group(*parts)
+
+
+def _links(found: dict[str, Any]) -> Table:
+    table = Table(title="links between GPUs (+: peers read each other)", title_justify="left")
+    indices = [device["index"] for device in found["devices"]]
+    table.add_column("")
+    for index in indices:
+        table.add_column(f"{index}", justify="right")
+    names = {
+        (link["a"], link["b"]): f"{link['link'] or '?'}{'+' if link['peer_access'] else ''}"
+        for link in found["links"]
+    }
+    for a in indices:
+        cells = ("" if a == b else names[min(a, b), max(a, b)] for b in indices)
+        table.add_row(f"{a}", *cells)
+    return table
+
+
+def _capabilities(found: dict[str, Any]) -> Table:
+    table = Table(title="what can run here", title_justify="left")
+    for column in ("", "", "why"):
+        table.add_column(column)
+    for c in found["capabilities"]:
+        mark = Text("yes", style="green") if c["works"] else Text("no", style="yellow")
+        table.add_row(c["name"], mark, c["reason"])
+    return table

@@ -1,0 +1,90 @@
+"""`generate`: one prompt, one answer, no server."""
+
+import sys
+import threading
+import time
+from typing import Annotated, Any
+
+import typer
+
+from crossdock.cli.output import JsonFlag, Output, output_of
+from crossdock.cli.settings import ConfigFile, Device, Invariant, Model, Ranks, Revision, gather
+from crossdock.core import ConfigError, CrossdockError, SamplingParams
+
+
+def generate(
+    ctx: typer.Context,
+    model: Model,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue. [default: read from stdin]")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[float, typer.Option(help="Share of probability to choose from.")] = 0.95,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    ranks: Ranks = None,
+    device: Device = None,
+    invariant: Invariant = None,
+    config: ConfigFile = None,
+    revision: Revision = None,
+    json: JsonFlag = False,
+) -> None:
+    """Continues a prompt and streams the text."""
+    from crossdock.cli.starting import start_engine
+
+    output = output_of(ctx)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    engine, _ = gather(
+        config, model=model, ranks=ranks, device=device, invariant=invariant, revision=revision
+    )
+    text = _prompt(prompt)
+    client = start_engine(engine, output)
+    try:
+        document = _run(client, text, params, output)
+    finally:
+        client.close()
+    output.result(document)
+
+
+def _prompt(given: str | None) -> str:
+    if given is not None:
+        return given
+    if sys.stdin.isatty():
+        raise ConfigError("no prompt: give --prompt TEXT, or pipe it to stdin")
+    return sys.stdin.read()
+
+
+def _run(client: Any, text: str, params: SamplingParams, output: Output) -> dict[str, Any]:
+    """Streams to stdout, unless that is kept for the document. Returns the document."""
+    prompt_ids = client.tokenizer.encode(text)
+    updates: list[Any] = []
+    times: list[float] = []
+    ended = threading.Event()
+
+    def listen(update: Any) -> None:
+        updates.append(update)
+        times.append(time.perf_counter())
+        if not output.as_json:
+            output.stdout.write(update.text)
+            output.stdout.flush()
+        if update.finish_reason is not None:
+            ended.set()
+
+    start = time.perf_counter()
+    client.submit("generate", prompt_ids, params, listen)
+    ended.wait()
+    if not output.as_json:
+        output.stdout.write("\n")
+    if updates[-1].error is not None:
+        raise CrossdockError(updates[-1].error)
+    token_ids = [token for update in updates for token in update.token_ids]
+    return {
+        "model": client.model_name,
+        "prompt": text,
+        "prompt_tokens": len(prompt_ids),
+        "text": "".join(update.text for update in updates),
+        "token_ids": token_ids,
+        "finish_reason": updates[-1].finish_reason,
+        "ttft_seconds": times[0] - start,
+        "seconds": times[-1] - start,
+    }

@@ -1,0 +1,88 @@
+"""The command line: which commands there are, and what becomes of their errors."""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from crossdock.cli import bench, check, generate, serve
+from crossdock.cli.output import Output, open_output
+from crossdock.core import ConfigError, CrossdockError
+from crossdock.core.env import read_env
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def build_app() -> typer.Typer:
+    app = typer.Typer(
+        name="crossdock",
+        help="Expert-parallel inference for mixture-of-experts language models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.command("serve")(serve.serve)
+    app.command("generate")(generate.generate)
+    app.command("check")(check.check)
+    benches = typer.Typer(help="Benchmarks; each ends in one JSON document.", no_args_is_help=True)
+    app.add_typer(benches, name="bench")
+    benches.command("engine")(bench.engine)
+    benches.command("serve")(bench.serve)
+    benches.command("comm")(bench.comm)
+    return app
+
+
+def main() -> NoReturn:
+    """Exit codes: 0 done, 2 the user's mistake, 1 anything else."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    output = open_output(argv)
+    try:
+        _set_up_logging()
+        code = build_app()(list(argv), prog_name="crossdock", standalone_mode=False, obj=output)
+        output.stdout.flush()
+        return code if isinstance(code, int) and code in (0, 1, 2) else int(bool(code))
+    except BrokenPipeError:  # `crossdock ... | head`: nobody listens any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 1
+    except Exception as error:
+        return _explain(error, output)
+
+
+def _explain(error: Exception, output: Output) -> int:
+    """Says what went wrong, without a traceback unless the log level is debug."""
+    if isinstance(error, CrossdockError):
+        message, code = str(error), error.exit_code
+    elif hasattr(error, "format_message"):  # typer's usage errors
+        message, code = error.format_message(), 2
+        if not message:  # a group without a command has shown its help
+            return code
+        if context := getattr(error, "ctx", None):
+            message += f" (see {context.command_path} --help)"
+    else:
+        message, code = f"{type(error).__name__}: {error}", 1
+        if read_env().log_level != "debug":
+            message += " (CROSSDOCK_LOG_LEVEL=debug shows where)"
+    if read_env().log_level == "debug":
+        traceback.print_exception(error)
+    output.error(message, code)
+    return code
+
+
+def _set_up_logging() -> None:
+    level = read_env().log_level
+    if level not in LEVELS:
+        raise ConfigError(f"CROSSDOCK_LOG_LEVEL={level!r}: expected one of {', '.join(LEVELS)}")
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    if level != "debug":
+        logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,0 +1,63 @@
+"""Where a command's words go: one JSON document on stdout under --json, the rest on stderr."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console, RenderableType
+from rich.markup import escape
+
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")
+]
+
+
+class Output:
+    """`notes` (stderr) is for progress and remarks, `result` for what the command is run for."""
+
+    def __init__(self, as_json: bool, stdout: TextIO):
+        self.as_json = as_json
+        self.stdout = stdout
+        self.notes = Console(stderr=True, highlight=False)
+        self._told = False
+
+    def result(self, document: Any, human: RenderableType | None = None) -> None:
+        if not self.as_json:
+            if human is not None:
+                Console(file=self.stdout, highlight=False).print(human)
+            return
+        self._told = True
+        print(json.dumps(document), file=self.stdout, flush=True)
+
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str], None]]:
+        """Says what goes on now: in one changing line of a terminal, else a line each."""
+        if not self.notes.is_terminal:
+            yield lambda what: self.notes.print(what, markup=False)
+            return
+        with self.notes.status("") as status:
+            yield lambda what: status.update(escape(what))
+
+    def error(self, message: str, code: int) -> None:
+        print(f"crossdock: error: {message}", file=sys.stderr, flush=True)
+        if self.as_json and not self._told:
+            self.result({"error": {"message": message, "exit_code": code}})
+
+
+def open_output(argv: Sequence[str]) -> Output:
+    """Under --json, whatever else is printed to stdout, by libraries too, goes to stderr."""
+    if "--json" not in argv:
+        return Output(False, sys.stdout)
+    stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return Output(True, stdout)
+
+
+def output_of(ctx: typer.Context) -> Output:
+    output = ctx.obj
+    assert isinstance(output, Output)
+    return output

@@ -1,0 +1,103 @@
+"""Starting an engine from the command line: the progress bar, and what came of it."""
+
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from crossdock.cli.output import Output
+from crossdock.core import EngineConfig
+from crossdock.launch import EngineClient, launch
+
+GIB = 2**30
+
+
+def start_engine(config: EngineConfig, output: Output) -> EngineClient:
+    """A client whose ranks are ready. The bar counts the weights of all ranks together."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=output.notes,
+        transient=True,
+        disable=not output.notes.is_terminal,
+    )
+    done: dict[int, tuple[int, int]] = {}
+    with bar:
+        task = bar.add_task(f"loading {config.model}", total=None)
+
+        def on_progress(rank: int, loaded: int, total: int) -> None:
+            done[rank] = (loaded, total)
+            # Ranks that have said nothing yet will load about as much as those that have.
+            expected = sum(t for _, t in done.values()) * config.ranks / len(done)
+            bar.update(task, completed=sum(n for n, _ in done.values()), total=expected)
+
+        return launch(config, on_progress)
+
+
+def describe(client: EngineClient) -> dict[str, Any]:
+    """What runs now: model, ranks, placement, memory."""
+    spec, config = client.spec, client.config
+    slots = [rank["slots"] for rank in client.info]
+    return {
+        "model": client.model_name,
+        "architecture": spec.architecture,
+        "parameters": spec.num_params,
+        "ranks": config.ranks,
+        "device": client.info[0]["device"].split(":")[0],
+        "dtype": client.info[0]["dtype"],
+        "threads_per_rank": config.threads,
+        "invariant": config.invariant,
+        "experts": spec.moe.num_experts,
+        "slots": sum(slots),
+        "max_model_len": client.max_model_len,
+        "rank_memory": [
+            {k: rank[k] for k in ("device", "weight_bytes", "kv_bytes", "kv_tokens")}
+            for rank in client.info
+        ],
+        "load_seconds": max(rank["load_seconds"] for rank in client.info),
+    }
+
+
+def lines_of(facts: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    mode = ", invariant" if facts["invariant"] else ""
+    where = f"{facts['ranks']} x {facts['device']}"
+    lines = [
+        f"model      {facts['model']} ({facts['architecture']}, "
+        f"{_millions(facts['parameters'])} parameters, {facts['dtype']})",
+        f"ranks      {where}, {facts['threads_per_rank']} thread(s) each{mode}; "
+        f"context {facts['max_model_len']:,} tokens",
+        f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
+    ]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, m in enumerate(facts["rank_memory"]):
+        key = (m["weight_bytes"], m["kv_bytes"], m["kv_tokens"])
+        groups.setdefault(key, []).append(rank)
+    for (weights, kv, tokens), ranks in groups.items():
+        lines.append(
+            f"memory     rank {_span(ranks)}: weights {weights / GIB:.2f} GiB, "
+            f"KV {kv / GIB:.2f} GiB for {tokens:,} tokens"
+        )
+    return lines
+
+
+def placement_line(experts: int, ranks: int, slots: int) -> str:
+    each = slots // ranks
+    if slots == experts:
+        return f"{experts} experts, {each} a rank"
+    extra = slots - experts
+    line = f"{experts} experts in {slots} slots, {each} a rank; {extra} hold replicas"
+    if experts % ranks and each == -(-experts // ranks):
+        line += f" ({ranks} ranks do not divide {experts} experts: slots rounded up)"
+    return line
+
+
+def _span(ranks: list[int]) -> str:
+    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks))
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"

@@ -1,0 +1,36 @@
+"""What ranks say to each other: lockstep, control board, and transports that move rows.
+
+Knows ranks, slots and bytes; not what the rows mean.
+"""
+
+from crossdock.comm.board import Board
+from crossdock.comm.collective import CollectiveTransport
+from crossdock.comm.local import LocalTransport
+from crossdock.comm.lockstep import CollectiveLockstep, LocalLockstep, ShmLockstep
+from crossdock.comm.shared import SharedMemory, free_memory, shm_bytes
+from crossdock.comm.shm import ShmTransport
+from crossdock.comm.world import (
+    World,
+    build_transport,
+    build_world,
+    resolve_device,
+    resolve_transport,
+)
+
+__all__ = [
+    "Board",
+    "CollectiveLockstep",
+    "CollectiveTransport",
+    "LocalLockstep",
+    "LocalTransport",
+    "SharedMemory",
+    "ShmLockstep",
+    "ShmTransport",
+    "World",
+    "build_transport",
+    "build_world",
+    "free_memory",
+    "resolve_device",
+    "resolve_transport",
+    "shm_bytes",
+]

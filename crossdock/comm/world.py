@@ -1,0 +1,172 @@
+"""A rank's place among the others: made once per process, passed to whoever needs it."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crossdock.comm.board import Board
+from crossdock.comm.collective import CollectiveTransport
+from crossdock.comm.local import LocalTransport
+from crossdock.comm.lockstep import CollectiveLockstep, LocalLockstep, ShmLockstep
+from crossdock.comm.paths import PathBytes
+from crossdock.comm.shared import SharedMemory, ShmLayout, has_total_store_order
+from crossdock.comm.shm import ShmTransport
+from crossdock.comm.waiting import Waiter
+from crossdock.core import ConfigError, Lockstep, Member, Topology, Transport
+from crossdock.metrics import Recorder
+
+SHM = "shm"
+"""Key of the shared memory's descriptor in `fds`."""
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """`group`: what the collective transport runs on, None where nothing needs it. `memory`: shared
+    with the other ranks of this host, None where nothing is."""
+
+    rank: int
+    size: int
+    device: torch.device
+    topology: Topology
+    board: Board
+    lockstep: Lockstep
+    waiter: Waiter
+    group: Any = None
+    memory: SharedMemory | None = None
+
+
+def resolve_device(device: str, rank: int, size: int) -> torch.device:
+    """
+    Raises:
+        ConfigError: CUDA was asked for and is not there, or has too few devices.
+    """
+    count = torch.cuda.device_count() if device != "cpu" else 0
+    if device == "cpu" or (device == "auto" and not count):
+        return torch.device("cpu")
+    if count < size:
+        raise ConfigError(
+            f"{size} ranks need {size} CUDA devices, {count} found; "
+            'lower ranks or set device = "cpu"'
+        )
+    return torch.device("cuda", rank)
+
+
+def resolve_transport(choice: str, size: int, device_type: str) -> str:
+    """auto: local for one rank, shm for CPU ranks, else collective."""
+    if choice == "local" and size > 1:
+        raise ConfigError(f"transport 'local' serves one rank, not {size}")
+    if choice == "shm" and device_type != "cpu":
+        raise ConfigError(f'transport "shm" serves CPU ranks, not {device_type}; use "collective"')
+    if choice != "auto":
+        return choice
+    if size == 1:
+        return "local"
+    return "shm" if device_type == "cpu" else "collective"
+
+
+def build_world(
+    rank: int,
+    size: int,
+    device: str,
+    transport: str,
+    fds: Mapping[str, int],
+    rendezvous: str,
+    deadline_s: float,
+) -> World:
+    """Joins the other ranks; called once in each rank process, by all of them.
+
+    Args:
+        device: "auto", "cpu" or "cuda" (rank r takes cuda:r).
+        fds: `{"shm": descriptor}` of a `SharedMemory` of `shm_bytes(...)` or more; without it
+            the ranks talk through torch.distributed alone.
+        rendezvous: a file path, the same on all ranks; files with this name and a suffix must
+            not be there yet.
+    """
+    place = resolve_device(device, rank, size)
+    kind = resolve_transport(transport, size, place.type)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    memory = SharedMemory.attach(fds[SHM]) if SHM in fds else None
+    board = Board(rank, size, memory)
+    board.enter("start")
+    waiter = Waiter(board, deadline_s)
+    shared_flags = memory is not None and has_total_store_order()
+    lockstep: Lockstep = LocalLockstep()
+    if size > 1 and memory is not None and shared_flags:
+        lockstep = ShmLockstep(rank, size, memory, waiter)
+    elif size > 1:
+        control = _gloo(_store(rendezvous, "control", size), rank, size, deadline_s)
+        lockstep = CollectiveLockstep(control, size, waiter)
+    group = None
+    if kind == "collective" and size > 1:
+        make = _nccl if place.type == "cuda" else _gloo
+        group = make(_store(rendezvous, "data", size), rank, size, deadline_s)
+    node = socket.gethostname()
+    members = tuple(
+        Member(r, node, f"cuda:{r}" if place.type == "cuda" else "cpu") for r in range(size)
+    )
+    return World(rank, size, place, Topology(0, members), board, lockstep, waiter, group, memory)
+
+
+def build_transport(
+    kind: str,
+    world: World,
+    *,
+    max_tokens: int,
+    hidden: int,
+    top_k: int,
+    slots_per_rank: int,
+    dtype: torch.dtype,
+    per_expert: bool,
+    recorder: Recorder,
+) -> Transport:
+    """
+    Args:
+        kind: "auto", "local", "collective" or "shm"; as given to `build_world`.
+        max_tokens: most tokens of a rank in one step.
+    """
+    kind = resolve_transport(kind, world.size, world.device.type)
+    if world.size == 1:  # the others do the same with one rank, more slowly
+        return LocalTransport(per_expert)
+    paths = PathBytes(world.rank, world.topology)
+    if kind == "collective":
+        if world.group is None:
+            raise ConfigError("the world was built without a process group for this transport")
+        return CollectiveTransport(
+            world.group, world.rank, world.size, slots_per_rank, per_expert, paths, world.waiter,
+            recorder,
+        )  # fmt: skip
+    layout = ShmLayout(world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert)
+    if world.memory is None:
+        raise ConfigError(
+            f"the shm transport needs {layout.nbytes} bytes of shared memory, "
+            'the world was built without; set transport = "collective"'
+        )
+    return ShmTransport(
+        world.rank, layout, world.memory, slots_per_rank, dtype, paths, world.waiter, recorder
+    )
+
+
+def _store(rendezvous: str, name: str, size: int) -> Any:
+    return dist.FileStore(f"{rendezvous}.{name}", size)
+
+
+def _gloo(store: Any, rank: int, size: int, deadline_s: float) -> Any:
+    # A group object of our own, not torch's process-wide registry. Loopback by name, since host
+    # names often do not resolve.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=deadline_s)
+    options._devices = [gloo.create_device(interface="lo")]
+    return gloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, deadline_s: float) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=deadline_s)
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,167 @@
+"""A decoder-only MoE transformer, assembled from a `ModelSpec`. Knows no model by name."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crossdock.comm import Board
+from crossdock.core import KV, ForwardBatch, ModelSpec, Placement, Transport
+from crossdock.layers import (
+    Attention,
+    AttentionPlanner,
+    DenseMLP,
+    Products,
+    RMSNorm,
+    Rope,
+    SoloGroup,
+    choose_products,
+)
+from crossdock.metrics import Recorder
+from crossdock.models.weights import LoadAttention, Loader, WeightSource, load_experts, load_mlp
+from crossdock.moe import MoEContext, build_moe_layer
+
+
+@dataclass(frozen=True, eq=False)
+class ModelContext:
+    """What a model is built into: this rank and its surroundings."""
+
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+    invariant: bool
+    placement: Placement
+    transport: Transport
+    recorder: Recorder
+    max_model_len: int
+    """Positions the rotary tables hold."""
+    board: Board = field(default_factory=lambda: Board(0, 1))
+    """Where the layers say which stage they are in."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How an architecture's checkpoint names its parts. `blocks`: names of the MoE block, the first
+    that the checkpoint has is taken; `experts`: of gate, up and down."""
+
+    load_attention: LoadAttention
+    blocks: tuple[str, ...] = ("mlp",)
+    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    correction_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+
+
+class MoEBlock(Protocol):
+    def forward(self, x_TH: Tensor, keys_T: Tensor) -> Generator[None, None, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """After the attention comes either `moe` or `mlp`."""
+
+    attention_norm: RMSNorm
+    attention: Attention
+    ffn_norm: RMSNorm
+    moe: MoEBlock | None = None
+    mlp: DenseMLP | None = None
+
+
+class Decoder:
+    """`core.Model`."""
+
+    def __init__(
+        self,
+        embedding_VH: Tensor,
+        layers: list[DecoderLayer],
+        norm: RMSNorm,
+        head_VH: Tensor,
+        planner: AttentionPlanner,
+        products: Products,
+        recorder: Recorder,
+    ):
+        self.embedding_VH, self.layers, self.norm, self.head_VH = (
+            embedding_VH,
+            layers,
+            norm,
+            head_VH,
+        )
+        self.planner, self.products, self.recorder = planner, products, recorder
+
+    def forward(self, batch: ForwardBatch, kv: KV) -> Generator[None, None, Tensor]:
+        """[T, H] after the last norm. A rank without tokens runs the MoE layers alone."""
+        x_TH = F.embedding(batch.tokens_T, self.embedding_VH)
+        idle = batch.num_tokens == 0
+        plan = None if idle else self.planner(batch, kv.page_size)
+        for i, layer in enumerate(self.layers):
+            if plan is not None:
+                with self.recorder.span("attention"):
+                    x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
+            if layer.moe is not None:
+                y_TH = yield from layer.moe.forward(layer.ffn_norm(x_TH), batch.keys_T)
+                x_TH = x_TH + y_TH
+            elif layer.mlp is not None:
+                x_TH = x_TH + layer.mlp(layer.ffn_norm(x_TH))
+        return self.norm(x_TH)
+
+    def logits(self, hidden_BH: Tensor) -> Tensor:
+        return self.products.matmul(hidden_BH, self.head_VH, None).float()
+
+
+def build_decoder(
+    spec: ModelSpec, family: Family, source: WeightSource, context: ModelContext
+) -> Decoder:
+    products = choose_products(context.invariant)
+    load = Loader(spec, source, products, SoloGroup(), context.dtype, context.device)
+    moe_context = MoEContext(
+        rank=context.rank,
+        placement=context.placement,
+        transport=context.transport,
+        recorder=context.recorder,
+        matmul=products.matmul,
+        invariant=context.invariant,
+        device=context.device,
+        dtype=context.dtype,
+        board=context.board,
+    )
+    V, H = spec.vocab_size, spec.hidden_size
+    embedding_VH = source.get("model.embed_tokens.weight", (V, H))
+    tied = spec.tie_word_embeddings
+    rope = Rope(spec.rope, context.max_model_len, context.dtype, context.device)
+    window = getattr(spec.attention, "sliding_window", None)
+    return Decoder(
+        embedding_VH=embedding_VH,
+        layers=[_layer(load, family, moe_context, i) for i in range(spec.num_layers)],
+        norm=load.norm("model.norm"),
+        head_VH=embedding_VH if tied else source.get("lm_head.weight", (V, H)),
+        planner=AttentionPlanner(rope, context.dtype, window, context.invariant),
+        products=products,
+        recorder=context.recorder,
+    )
+
+
+def _layer(load: Loader, family: Family, context: MoEContext, index: int) -> DecoderLayer:
+    spec, at = load.spec, f"model.layers.{index}"
+    routed = index in spec.moe_layers
+    return DecoderLayer(
+        attention_norm=load.norm(f"{at}.input_layernorm"),
+        attention=family.load_attention(load, f"{at}.self_attn"),
+        ffn_norm=load.norm(f"{at}.post_attention_layernorm"),
+        moe=_moe_block(load, family, context, index) if routed else None,
+        mlp=None if routed else load_mlp(load, f"{at}.mlp", spec.intermediate_size),
+    )
+
+
+def _moe_block(load: Loader, family: Family, context: MoEContext, index: int) -> MoEBlock:
+    moe, names = load.spec.moe, [f"model.layers.{index}.{block}" for block in family.blocks]
+    # None there: the error of the first tensor that is asked for says so.
+    at = next((name for name in names if load.source.has(f"{name}.gate.weight")), names[0])
+    ordinal = load.spec.moe_layers.index(index)
+    experts = context.placement.local_slots(ordinal, context.rank).tolist()
+    weights = load_experts(load, at, family.experts, experts, family.correction_bias)
+    shared = None
+    if moe.shared_intermediate_size:
+        shared = load_mlp(load, f"{at}.{family.shared}", moe.shared_intermediate_size)
+    return build_moe_layer(moe, ordinal, weights, shared, context)

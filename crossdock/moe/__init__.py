@@ -1,0 +1,18 @@
+"""The MoE pipeline: route -> dispatch -> permute -> experts -> unpermute -> combine.
+
+Knows experts and placements; not which model they belong to, nor requests.
+"""
+
+from crossdock.moe.context import ExpertLoad, MoEContext, MoEWeights
+from crossdock.moe.layer import MoELayer, build_moe_layer
+from crossdock.moe.router import Router, SlotMap
+
+__all__ = [
+    "ExpertLoad",
+    "MoEContext",
+    "MoELayer",
+    "MoEWeights",
+    "Router",
+    "SlotMap",
+    "build_moe_layer",
+]

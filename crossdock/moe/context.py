@@ -1,0 +1,66 @@
+"""What every MoE layer of a rank shares, and the counts of what its experts got."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from crossdock.comm import Board
+from crossdock.core import Placement, Transport
+from crossdock.layers import MatMul
+from crossdock.metrics import Recorder
+
+
+class ExpertLoad:
+    """Totals since the start, kept on the device: reading them is the only host sync.
+
+    tokens_LE: this rank's tokens by the logical expert they chose. rows_LS: rows, from all ranks,
+    that this rank's slots worked on.
+    """
+
+    def __init__(self, placement: Placement, device: torch.device):
+        layers = placement.slot_expert_LP.shape[0]
+        shapes = ((layers, placement.num_experts), (layers, placement.slots_per_rank))
+        self.tokens_LE, self.rows_LS = (
+            torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes
+        )
+
+    def register(self, recorder: Recorder) -> None:
+        recorder.source("expert_tokens", self.tokens_LE.tolist)
+        recorder.source("slot_tokens", self.rows_LS.tolist)
+
+
+@dataclass(frozen=True, eq=False)
+class MoEContext:
+    """One per rank, shared by its MoE layers: `load` counts for all of them.
+
+    `matmul(x_NI, w_OI, b_O or None)`: the products the model is built with. `board`: where the
+    layers say which stage they are in.
+    """
+
+    rank: int
+    placement: Placement
+    transport: Transport
+    recorder: Recorder
+    matmul: MatMul
+    invariant: bool
+    device: torch.device
+    dtype: torch.dtype
+    board: Board = field(default_factory=lambda: Board(0, 1))
+    load: ExpertLoad = field(init=False)
+
+    def __post_init__(self) -> None:
+        load = ExpertLoad(self.placement, self.device)
+        load.register(self.recorder)
+        object.__setattr__(self, "load", load)
+
+
+@dataclass(frozen=True, eq=False)
+class MoEWeights:
+    """Of one layer, this rank's share: router [E, H] fp32, correction bias [E] fp32 or None, and
+    the experts of its S slots, gate rows before up rows."""
+
+    router_EH: Tensor
+    bias_E: Tensor | None
+    gate_up_SFH: Tensor
+    down_SHF: Tensor

@@ -1,0 +1,68 @@
+"""The experts of one rank: SwiGLU MLPs over rows sorted by slot."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from crossdock.layers import choose_products
+from crossdock.moe.context import MoEContext, MoEWeights
+from crossdock.moe.permute import Permuted
+
+Experts = Callable[[Permuted], Tensor]
+"""`[M, H]` in the order of the permuted rows."""
+_ALIGNMENT = 16
+
+
+class GroupedExperts:
+    """One grouped product per projection over all slots.
+
+    On the CPU faster than a loop over slots or a padded batch: 505 us against 540 and 550 for 128
+    rows on 32 experts of [64, 256] in float32 whose weights come from memory; transposed once,
+    since the product then needs not do so at every call (673 us).
+    """
+
+    def __init__(self, weights: MoEWeights, context: MoEContext):
+        self._gate_up_SHF = weights.gate_up_SFH.transpose(1, 2)
+        self._down_SFH = weights.down_SHF.transpose(1, 2)
+        if context.device.type == "cpu":
+            self._gate_up_SHF = self._gate_up_SHF.contiguous()
+            self._down_SFH = self._down_SFH.contiguous()
+        self._swiglu = choose_products(False).swiglu
+
+    def __call__(self, permuted: Permuted) -> Tensor:
+        ends_S = permuted.ends_S.to(torch.int32)
+        h_MF = F.grouped_mm(permuted.x_MH, self._gate_up_SHF, offs=ends_S)
+        return F.grouped_mm(self._swiglu(h_MF), self._down_SFH, offs=ends_S)
+
+
+class SegmentExperts:
+    """Slot after slot through the model's own `matmul`: a row's bits are then those that the row
+    alone would get wherever `matmul` is invariant. Reads the counts on the host."""
+
+    def __init__(self, weights: MoEWeights, context: MoEContext):
+        self._slots = list(zip(weights.gate_up_SFH, weights.down_SHF, strict=True))
+        self._matmul = context.matmul
+        self._swiglu = choose_products(context.invariant).swiglu
+
+    def __call__(self, permuted: Permuted) -> Tensor:
+        out_MH = torch.empty_like(permuted.x_MH)
+        start = 0
+        for (gate_up_FH, down_HF), end in zip(self._slots, permuted.ends_S.tolist(), strict=True):
+            if end > start:
+                h_NF = self._matmul(permuted.x_MH[start:end], gate_up_FH, None)
+                out_MH[start:end] = self._matmul(self._swiglu(h_NF), down_HF, None)
+            start = end
+        return out_MH
+
+
+def build_experts(weights: MoEWeights, context: MoEContext) -> Experts:
+    _, H, width = weights.down_SHF.shape
+    itemsize = weights.down_SHF.element_size()
+    # The grouped product refuses rows that do not start on 16 bytes; on CUDA it is made for BF16.
+    aligned = all(n * itemsize % _ALIGNMENT == 0 for n in (H, width))
+    served = context.device.type == "cpu" or context.dtype == torch.bfloat16
+    if context.invariant or not aligned or not served:
+        return SegmentExperts(weights, context)
+    return GroupedExperts(weights, context)

@@ -1,0 +1,116 @@
+"""Which experts a token goes to, with which weights, and which physical slot serves it.
+
+Scores and choice: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arXiv 2412.19437,
+section 2.1.2), Qwen3-MoE, Mixtral, OLMoE; differences are fields of `MoESpec`.
+"""
+
+import torch
+from torch import Tensor
+
+from crossdock.core import MoESpec, Placement, Routing
+from crossdock.moe.context import MoEContext, MoEWeights
+
+_ID_BITS = 16
+# Odd 63-bit constants: the replica hash is a multiply-shift over (request, position) and layer.
+_MIX, _MIX_LAYER = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
+
+
+class Router:
+    def __init__(self, spec: MoESpec, index: int, weights: MoEWeights, context: MoEContext):
+        if spec.num_experts > 1 << _ID_BITS:
+            raise ValueError(f"at most {1 << _ID_BITS} experts, got {spec.num_experts}")
+        self.spec, self.weights = spec, weights
+        self.slot_map = SlotMap(context.placement, index, context.device)
+        self._matmul, self._invariant = context.matmul, context.invariant
+        self._tokens_E = context.load.tokens_LE[index]
+        # Among equal scores the lowest id wins, so it gets the highest low bits of the key.
+        self._low_bits_E = torch.arange(spec.num_experts - 1, -1, -1, device=context.device)
+
+    def __call__(self, x_TH: Tensor, keys_T: Tensor) -> Routing:
+        """keys_T: int64, a hash of (request, position)."""
+        ids_TK, weights_TK = self.choose(x_TH)
+        ids = ids_TK.view(-1)
+        self._tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
+        return Routing(self.slot_map(ids_TK, keys_T), weights_TK)
+
+    def choose(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """`(ids_TK, weights_TK)`: logical experts by falling score, and their fp32 weights."""
+        spec, bias_E = self.spec, self.weights.bias_E
+        scores_TE = self._scores(self._matmul(x_TH.float(), self.weights.router_EH, None))
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        if spec.num_groups > 1:
+            choice_TE = self._within_groups(choice_TE)
+        ids_TK = self._top(choice_TE, spec.top_k)
+        weights_TK = scores_TE.gather(1, ids_TK)
+        if spec.norm_topk_prob:
+            # cumsum adds one after the other; a sum's order is the kernel's choice. The small
+            # number is DeepSeek-V3's guard, below rounding in any other case.
+            weights_TK = weights_TK / (weights_TK.cumsum(1)[:, -1:] + 1e-20)
+        if spec.routed_scaling_factor != 1.0:
+            weights_TK = weights_TK * spec.routed_scaling_factor
+        return ids_TK, weights_TK
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.spec.scoring == "softmax":
+            return logits_TE.softmax(dim=-1)
+        if self._invariant:
+            # torch's sigmoid takes another path for the last elements of a tensor.
+            return logits_TE.neg().exp_().add_(1.0).reciprocal_()
+        return logits_TE.sigmoid()
+
+    def _within_groups(self, choice_TE: Tensor) -> Tensor:
+        """-inf for the experts outside the best groups."""
+        spec = self.spec
+        choice_TGE = choice_TE.view(len(choice_TE), spec.num_groups, spec.num_experts // spec.num_groups)
+        if spec.group_score == "max":
+            groups_TG = choice_TGE.amax(dim=-1)
+        else:
+            first_TG, second_TG = choice_TGE.topk(2, dim=-1)[0].unbind(-1)
+            groups_TG = first_TG + second_TG
+        best = self._top(groups_TG, spec.topk_groups)
+        drop_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter_(1, best, False)
+        return choice_TGE.masked_fill(drop_TG.unsqueeze(-1), float("-inf")).view_as(choice_TE)
+
+    def _top(self, scores_TE: Tensor, k: int) -> Tensor:
+        """Indices of the k largest, ties to the lowest index, which torch.topk does not promise.
+
+        A float's bits, read as an integer, sort like the float where it is positive; negative ones
+        need their lower bits turned. The index below them makes every key different.
+        """
+        bits_TE = scores_TE.view(torch.int32)
+        if self.weights.bias_E is not None:  # else no score is negative but the -inf of groups
+            bits_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
+        low_bits = self._low_bits_E[-scores_TE.shape[1] :]
+        keys_TE = (bits_TE.long() << _ID_BITS).add_(low_bits)
+        return keys_TE.topk(k, dim=-1)[1]
+
+
+class SlotMap:
+    """Logical expert to physical slot of one layer, at fixed addresses; a token's replica is chosen
+    by a hash of its key and the layer."""
+
+    def __init__(self, placement: Placement, index: int, device: torch.device):
+        self._index = index
+        experts, slots = placement.num_experts, placement.slot_expert_LP.shape[1]
+        self._width = slots - experts + 1  # the most replicas any placement of this size can have
+        self._slots_EM = torch.zeros(experts, self._width, dtype=torch.int64, device=device)
+        self._count_E = torch.ones(experts, dtype=torch.int64, device=device)
+        self.update(placement)
+
+    def update(self, placement: Placement) -> None:
+        """Between steps; `placement` has the same shape as the one before."""
+        slots_EM, count_E = placement.replicas(self._index)
+        if len(count_E) != len(self._count_E) or slots_EM.shape[1] > self._width:
+            raise ValueError(f"placement {placement.epoch} has another number of experts or slots")
+        self._slots_EM[:, : slots_EM.shape[1]].copy_(torch.from_numpy(slots_EM))
+        self._count_E.copy_(torch.from_numpy(count_E))
+
+    def __call__(self, ids_TK: Tensor, keys_T: Tensor) -> Tensor:
+        ids = ids_TK.view(-1)
+        if self._width == 1:
+            return self._slots_EM.view(-1).index_select(0, ids).view_as(ids_TK)
+        hash_T = ((keys_T ^ (_MIX_LAYER * (self._index + 1) & (1 << 62) - 1)) * _MIX) >> 33
+        hash_T = hash_T & 0x3FFFFFFF
+        pick_TK = hash_T.unsqueeze(1) % self._count_E.index_select(0, ids).view_as(ids_TK)
+        cell = ids_TK * self._width + pick_TK
+        return self._slots_EM.view(-1).index_select(0, cell.view(-1)).view_as(ids_TK)

@@ -1,0 +1,204 @@
+"""The routes. Bodies are read here by hand: their limit holds while they arrive."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from crossdock import __version__
+from crossdock.core import CrossdockError, ServerConfig
+from crossdock.metrics import GatewayMetrics
+from crossdock.metrics.exposition import CONTENT_TYPE
+from crossdock.server.answer import Answer
+from crossdock.server.border import EngineClient
+from crossdock.server.errors import JSON, ApiError, from_engine
+from crossdock.server.gate import Gate
+from crossdock.server.intake import chat_job, check_ids, completion_job, encode, render
+from crossdock.server.mailbox import Mailbox
+from crossdock.server.schema import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
+from crossdock.server.service import Service, read_json
+from crossdock.server.trace import Trace
+
+_SAMPLE_S = 10.0
+
+
+def create_app(
+    client: EngineClient | None, config: ServerConfig, metrics: GatewayMetrics
+) -> FastAPI:
+    """The whole HTTP side over one engine. An engine that comes later is given to
+    `app.state.service.attach`; until then requests and /health are answered with 503."""
+    service = Service(client, config, metrics)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.mailbox = Mailbox(asyncio.get_running_loop())
+        sampler = asyncio.create_task(service.sample_metrics(_SAMPLE_S))
+        yield
+        sampler.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampler
+
+    app = FastAPI(
+        lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
+    app.state.service = service
+    for method, path, handler in _ROUTES:
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(CrossdockError, _engine_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _left)
+    app.add_middleware(
+        Gate,
+        api_key=config.api_key,
+        metrics=metrics,
+        routes=frozenset(path for _, path, _ in _ROUTES),
+    )
+    return app
+
+
+async def completions(request: Request) -> Response:
+    service, client, body = await _begin(request, CompletionBody)
+    service.check_room(1, client)
+    job = await completion_job(body, client, service.config.max_queue)
+    service.ready()
+    return Answer(service, client, job, _trace(request))
+
+
+async def chat_completions(request: Request) -> Response:
+    service, client, body = await _begin(request, ChatBody)
+    service.check_room(1, client)
+    job = await chat_job(body, client)
+    service.ready()
+    return Answer(service, client, job, _trace(request))
+
+
+async def tokenize(request: Request) -> Response:
+    _, client, body = await _begin(request, TokenizeBody)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", "prompt")
+    if body.prompt is not None:
+        ids = await encode(client.tokenizer, body.prompt, body.add_special_tokens)
+    else:
+        ids = await render(client.tokenizer, body.messages or [])
+    return JSON({"count": len(ids), "max_model_len": client.max_model_len, "tokens": list(ids)})
+
+
+async def detokenize(request: Request) -> Response:
+    _, client, body = await _begin(request, DetokenizeBody)
+    check_ids(body.tokens, client, "tokens")
+    text = await asyncio.to_thread(client.tokenizer.decode, body.tokens, False)
+    return JSON({"prompt": text})
+
+
+async def models(request: Request) -> Response:
+    service = _service(request)
+    return JSON({"object": "list", "data": [_model_card(service, service.ready())]})
+
+
+async def model(request: Request) -> Response:
+    service = _service(request)
+    client = service.ready()
+    service.check_model(request.path_params["name"], client)
+    return JSON(_model_card(service, client))
+
+
+async def health(request: Request) -> Response:
+    word, why = _service(request).status()
+    if why is None:
+        return JSON({"status": word})
+    error = ApiError(503, why, code=word)
+    return JSON({"status": word, **error.body()}, 503, {"Retry-After": "5"})
+
+
+async def version(request: Request) -> Response:
+    return JSON({"version": __version__})
+
+
+async def exposition(request: Request) -> Response:
+    service = _service(request)
+    text = await asyncio.to_thread(service.metrics.expose)
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+_ROUTES = (
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("GET", "/v1/models", models),
+    ("GET", "/v1/models/{name:path}", model),
+    ("POST", "/tokenize", tokenize),
+    ("POST", "/detokenize", detokenize),
+    ("GET", "/health", health),
+    ("GET", "/version", version),
+    ("GET", "/metrics", exposition),
+)
+
+
+async def _begin(request: Request, cls: type[Body]) -> tuple[Service, EngineClient, Body]:
+    """What all bodies share: is the engine there, is it JSON, do fields and model fit."""
+    service = _service(request)
+    client = service.ready()
+    values = await read_json(request, int(service.config.max_body_mib * 2**20))
+    try:
+        body = parse(cls, values)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+    service.check_model(getattr(body, "model", None), client)
+    return service, client, body
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+def _trace(request: Request) -> Trace:
+    return request.scope["crossdock.trace"]
+
+
+def _model_card(service: Service, client: EngineClient) -> dict[str, Any]:
+    return {
+        "id": service.model_name(client),
+        "object": "model",
+        "created": service.started,
+        "owned_by": "crossdock",
+        "max_model_len": client.max_model_len,
+    }
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    return from_engine(error).response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        message = f"there is no {path}; the routes are {', '.join(sorted({r[1] for r in _ROUTES}))}"
+    elif error.status_code == 405:
+        allowed = ", ".join(sorted({m for m, p, _ in _ROUTES if p == request.url.path}))
+        message = f"{path} takes {allowed or 'another method'}, not {request.method}"
+    else:
+        message = str(error.detail)
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    """The client left in the middle of its body: this is for the log alone."""
+    return Response(status_code=499)

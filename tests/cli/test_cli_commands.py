@@ -1,0 +1,142 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+
+def crossdock(*args, stdin=None, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "crossdock", *map(str, args)],
+        capture_output=True,
+        text=True,
+        input=stdin,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "100", "NO_COLOR": "1", **env},
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys; from crossdock.cli.main import run; assert run(['--help']) == 0; "
+        "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn', 'huggingface_hub'}; "
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for command in ("serve", "generate", "check", "bench"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["serve"], ["generate"], ["bench", "engine"], ["bench", "serve"]]
+)
+def test_few_flags(command):
+    from typer.main import get_command
+
+    from crossdock.cli.main import build_app
+
+    node = get_command(build_app())
+    for name in command:
+        node = node.commands[name]
+    flags = [p.name for p in node.params if p.param_type_name == "option"]
+    assert len(flags) <= 16, flags
+    assert "json" in flags
+
+
+def fails(done, code, *words):
+    """The error is one line for people; a traceback is none."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("crossdock: error: ")
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_bad_flags_are_the_users_mistake():
+    fails(crossdock("serve", "m", "--rank", "4"), 2, "--rank", "serve --help")
+    fails(crossdock("serve"), 2, "MODEL", "Missing")
+    fails(crossdock("serve", "m", "--port", "many"), 2, "port", "many")
+    fails(crossdock("nonsense"), 2, "nonsense")
+    fails(crossdock("serve", "m", "--ranks", "0"), 2, "ranks must be at least 1, got 0")
+
+
+def test_bad_settings_name_file_line_and_key(tmp_path):
+    path = tmp_path / "engine.toml"
+    path.write_text("ranks = 2\n\nmax_num_seq = 3\n")
+    fails(crossdock("serve", "m", "--config", path), 2, f"{path}:3: max_num_seq: unknown")
+    path.write_text("ranks = 2\nthreads = 'two'\n")
+    fails(crossdock("generate", "m", "--prompt", "a", "--config", path), 2, ":2: threads", "'two'")
+    path.write_text("ranks = \n")
+    fails(crossdock("serve", "m", "--config", path), 2, str(path), "line 1")
+    fails(crossdock("serve", "m", "--config", tmp_path / "none.toml"), 2, "none.toml")
+
+
+def test_flags_win_over_the_file(tmp_path):
+    from crossdock.cli.settings import gather
+
+    path = tmp_path / "engine.toml"
+    path.write_text("ranks = 2\nthreads = 3\nport = 9\napi_key = 'file'\n")
+    engine, server = gather(path, model="m", ranks=4, port=None, api_key=None)
+    assert (engine.ranks, engine.threads) == (4, 3)
+    assert (server.port, server.api_key) == (9, "file")
+
+
+def test_api_key_from_the_environment(monkeypatch):
+    from crossdock.cli.settings import gather
+
+    monkeypatch.setenv("CROSSDOCK_API_KEY", "secret")
+    assert gather(None, model="m")[1].api_key == "secret"
+    assert gather(None, model="m", api_key="flag")[1].api_key == "flag"
+
+
+def test_unknown_model_directory(tmp_path):
+    missing = tmp_path / "nowhere"
+    fails(crossdock("generate", missing, "--prompt", "a"), 2, str(missing))
+    fails(crossdock("bench", "engine", missing), 2, str(missing))
+    done = crossdock("generate", missing, "--prompt", "a", "--json")
+    assert done.returncode == 2
+    document = json.loads(done.stdout)
+    assert document["error"]["exit_code"] == 2 and str(missing) in document["error"]["message"]
+
+
+def test_debug_level_shows_where():
+    done = crossdock("serve", "m", "--ranks", "0", CROSSDOCK_LOG_LEVEL="debug")
+    assert done.returncode == 2 and "Traceback" in done.stderr
+    fails(crossdock("check", CROSSDOCK_LOG_LEVEL="loud"), 2, "CROSSDOCK_LOG_LEVEL", "loud")
+
+
+def test_port_taken(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        fails(crossdock("serve", tmp_path, "--port", port), 2, f"127.0.0.1:{port}")
+
+
+def test_json_stays_pure_when_a_library_prints():
+    code = (
+        "import os; from crossdock.cli import output; o = output.open_output(['check', '--json']); "
+        "print('noise'); os.system('echo more noise'); os.write(1, b'raw noise'); "
+        "o.result({'a': 1})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) == {"a": 1}
+    assert {"noise", "more noise"} <= set(done.stderr.split("\n"))
+
+
+def test_bench_serve_flags():
+    fails(crossdock("bench", "serve", "--goodput", "speed:3"), 2, "ttft:500")
+    fails(crossdock("bench", "serve", "tpot:3"), 2, "tpot:3")
+    fails(crossdock("bench", "serve", "--concurrency", "0"), 2, "--concurrency")
+    fails(crossdock("bench", "serve", "--input-len", "9:3"), 2, "--input-len")
+    fails(crossdock("bench", "serve", "--url", "http://127.0.0.1:1"), 1, "127.0.0.1:1")
+    both = ("--concurrency", "2", "--request-rate", "3")
+    fails(crossdock("bench", "serve", *both), 2, "exclude")
+
+
+def test_bench_engine_flags(tmp_path):
+    fails(crossdock("bench", "engine", tmp_path, "--vs", "vllm"), 2, "transformers")
+    both = ("--ranks", "1,2", "--threads", "1,2,4")
+    fails(crossdock("bench", "engine", tmp_path, *both), 2, "--ranks has 2")

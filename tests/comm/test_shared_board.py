@@ -1,0 +1,78 @@
+import pytest
+
+from crossdock.comm import Board, SharedMemory, shm_bytes
+from crossdock.comm import shared as shared_module
+from crossdock.comm.shared import has_total_store_order, require_total_store_order
+from crossdock.comm.world import resolve_device, resolve_transport
+from crossdock.core import CapacityError, ConfigError
+
+
+def test_more_than_is_free_is_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(shared_module, "_cgroup_headroom", lambda: 3 << 20)
+    with pytest.raises(CapacityError, match=r"5 MiB of shared memory, 3 MiB are free"):
+        SharedMemory.create(5 << 20)
+
+
+def test_the_size_grows_with_everything_it_depends_on():
+    base = {
+        "ranks": 4,
+        "max_tokens": 64,
+        "hidden": 256,
+        "top_k": 4,
+        "dtype_bytes": 2,
+        "per_expert": False,
+    }
+    size = shm_bytes(**base)
+    more = {"ranks": 5, "max_tokens": 65, "hidden": 257, "top_k": 5, "dtype_bytes": 4}
+    for name, value in more.items():
+        assert shm_bytes(**{**base, name: value}) > size
+    assert shm_bytes(**{**base, "top_k": 8, "per_expert": True}) > size
+    rows = 2 * 4 * 4 * 64 * 256 * 2
+    assert 2 * rows < size < 2 * rows + 2 * 4 * 4 * 64 * 8 * 8 + 20 * 4096
+    assert shm_bytes(8) <= 8 * 4096
+
+
+def test_two_mappings_see_the_same(tmp_path):
+    memory = SharedMemory.create(8192)
+    again = SharedMemory.attach(memory.fd)
+    memory.words(4096, 2)[1] = -7
+    assert again.words(4096, 2).tolist() == [0, -7]
+    memory.close_fd()
+    again.words(0, 1)[0] = 1
+    assert memory.words(0, 1)[0] == 1
+
+
+def test_other_processors_are_told_what_to_set():
+    assert has_total_store_order("x86_64") and not has_total_store_order("aarch64")
+    with pytest.raises(ConfigError, match=r'aarch64.*transport = "collective"'):
+        require_total_store_order("aarch64")
+
+
+def test_the_board_tells_where_each_rank_is():
+    memory = SharedMemory.create(shm_bytes(3))
+    boards = [Board(rank, 3, memory) for rank in range(3)]
+    boards[1].enter("combine", 0, step=17)
+    boards[2].enter("sample")
+    boards[2].beat()
+    assert boards[0].where(1) == ("combine", 0, 17)
+    assert boards[0].where(2) == ("sample", -1, 0)
+    assert boards[0].describe(1) == (
+        "rank 1, last seen in combine of MoE layer 0, step 17; no heartbeat yet"
+    )
+    assert "running, but slow" in boards[0].describe(2)
+    with pytest.raises(KeyError):
+        boards[0].enter("nowhere")
+    memory.close_fd()
+
+
+def test_transport_and_device_are_chosen_or_refused():
+    assert resolve_transport("auto", 1, "cpu") == "local"
+    assert resolve_transport("auto", 4, "cpu") == "shm"
+    assert resolve_transport("auto", 2, "cuda") == "collective"
+    assert resolve_transport("collective", 4, "cpu") == "collective"
+    for choice, size, device in (("local", 2, "cpu"), ("shm", 2, "cuda")):
+        with pytest.raises(ConfigError):
+            resolve_transport(choice, size, device)
+    assert resolve_device("cpu", 3, 4).type == "cpu"
+    with pytest.raises(ConfigError, match="1000 CUDA devices"):
+        resolve_device("cuda", 0, 1000)

@@ -1,0 +1,63 @@
+"""Small random checkpoints written by transformers, and running a script of steps on R ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from crossdock.comm import SharedMemory, shm_bytes
+
+ROOT = Path(__file__).parents[2]
+STORYTELLER = ROOT / "checkpoints" / "storyteller"
+
+
+@pytest.fixture(scope="session")
+def storyteller() -> Path:
+    return STORYTELLER
+
+
+def _run_ranks(
+    out: Path, config: dict[str, Any], prompts: list[list[int]], timeout: float = 120, **job: Any
+) -> list[np.ndarray]:
+    """The logits [tokens, V] of every prompt, from `config["ranks"]` processes."""
+    ranks = config["ranks"]
+    memory = SharedMemory.create(shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant"))))
+    job = {
+        "chunk": 1000, "prefill": 0, "stagger": 0, "config": config, "prompts": prompts,
+        "rendezvous": str(out / f"store-{np.random.default_rng().integers(1 << 62)}"), **job,
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable, str(Path(__file__).with_name("rank_logits.py")), str(rank),
+                str(memory.fd), json.dumps(job), str(out / f"rank{rank}.npz"),
+            ],
+            pass_fds=(memory.fd,),
+            env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        assert [p.wait(timeout=timeout) for p in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        memory.close_fd()
+    found: dict[int, np.ndarray] = {}
+    for rank in range(ranks):
+        with np.load(out / f"rank{rank}.npz") as saved:
+            found.update({int(key): saved[key] for key in saved.files})
+    return [found[i] for i in range(len(prompts))]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path):
+    def run(config: dict[str, Any], prompts: list[list[int]], **job: Any) -> list[np.ndarray]:
+        return _run_ranks(tmp_path, config, prompts, **job)
+
+    return run

@@ -1,0 +1,207 @@
+"""A scripted engine client, and a server over it on a free port."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from crossdock.core import (
+    EngineConfig,
+    GQASpec,
+    ModelSpec,
+    MoESpec,
+    RankLost,
+    RequestError,
+    RopeSpec,
+    SamplingParams,
+    ServerConfig,
+)
+from crossdock.core.messages import Snapshot
+from crossdock.metrics import GatewayMetrics
+from crossdock.server import claim_port, create_app
+from crossdock.server.run import Server, _Protocol
+
+VOCAB = 300
+
+
+@dataclass(frozen=True)
+class FakeToken:
+    token: str
+    bytes: tuple[int, ...]
+    logprob: float
+    token_id: int = 0
+    top: tuple = ()
+
+
+@dataclass(frozen=True)
+class FakeUpdate:
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[FakeToken, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    queue_seconds: float = 0.0
+    error: str | None = None
+
+
+class ByteTokenizer:
+    """One token per byte; chats end with a line for the assistant."""
+
+    eos_token_ids = (299,)
+    vocab_size = VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [256] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids, skip_special_tokens: bool = True) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> list[int]:
+        if any("forbidden" in m["content"] for m in messages):
+            raise RequestError("the chat template refuses them: roles must alternate", "messages")
+        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return self.encode(text + "assistant:" * add_generation_prompt)
+
+
+def words(prompt_ids: tuple[int, ...], params: SamplingParams, index: int) -> list[FakeUpdate]:
+    """One token an update: ` w0`, ` w1` ... until max_tokens."""
+    updates = []
+    for i in range(params.max_tokens or 1):
+        text = f" w{i}"
+        chosen = FakeToken(text, tuple(text.encode()), -0.5 - i)
+        other = FakeToken(" other", tuple(b" other"), float("-inf"))
+        logprobs = () if params.logprobs is None else (replace(chosen, top=(chosen, other)),)
+        updates.append(FakeUpdate(index, text, (i,), logprobs, num_cached_tokens=2))
+    updates[-1] = replace(updates[-1], finish_reason="length")
+    return updates
+
+
+@dataclass
+class FakeClient:
+    """Plays `script` for every choice from threads of its own; with `permits`, an update each."""
+
+    script: Callable[..., list[FakeUpdate]] = words
+    permits: threading.Semaphore | None = None
+    max_model_len: int = 128
+    model_name: str = "storyteller"
+    failure: str | None = None
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    submitted: list[Any] = field(default_factory=list)
+    aborts: queue.Queue = field(default_factory=queue.Queue)
+    snapshot_list: list[Snapshot] = field(default_factory=list)
+    config: EngineConfig = EngineConfig(model="m", ranks=2)
+    spec: ModelSpec = ModelSpec(
+        architecture="Test",
+        num_layers=2,
+        hidden_size=8,
+        intermediate_size=8,
+        vocab_size=VOCAB,
+        attention=GQASpec(1, 1, 8),
+        rope=RopeSpec(8, 10000.0),
+        moe=MoESpec(num_experts=4, top_k=2, intermediate_size=8),
+        moe_layers=(1,),
+        rms_norm_eps=1e-6,
+        max_position=128,
+    )
+
+    def __post_init__(self) -> None:
+        self._open: dict[str, threading.Event] = {}
+
+    def submit(self, request_id, prompt_ids, params, on_update) -> None:
+        if self.failure is not None:
+            raise RankLost(self.failure)
+        assert request_id not in self._open
+        stop = self._open[request_id] = threading.Event()
+        self.submitted.append(SimpleNamespace(id=request_id, prompt=prompt_ids, params=params))
+        scripts = [self.script(prompt_ids, params, index) for index in range(params.n)]
+        threading.Thread(
+            target=self._play, args=(request_id, scripts, on_update, stop), daemon=True
+        ).start()
+
+    def _play(self, request_id, scripts, on_update, stop) -> None:
+        while any(scripts):
+            for script in scripts:
+                if script:
+                    if self.permits is not None:
+                        self.permits.acquire()
+                    if stop.is_set():
+                        return
+                    if sum(map(len, scripts)) == 1:
+                        self._open.pop(request_id, None)
+                    on_update(script.pop(0))
+
+    def abort(self, request_id: str) -> None:
+        self.aborts.put(request_id)
+        stop = self._open.pop(request_id, None)
+        if stop is not None:
+            stop.set()
+        if self.permits is not None:
+            self.permits.release()
+
+    def snapshots(self) -> list[Snapshot]:
+        return self.snapshot_list
+
+    def num_open(self) -> int:
+        return len(self._open)
+
+
+@contextmanager
+def running(client: FakeClient | None, metrics: GatewayMetrics | None = None, **settings: Any):
+    config = ServerConfig(**settings)
+    metrics = metrics or GatewayMetrics()
+    app = create_app(client, config, metrics)
+    sock = claim_port("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        ),
+        app.state.service,
+    )
+    thread = threading.Thread(target=server.run, args=([sock],))
+    thread.start()
+    url = f"http://127.0.0.1:{port}"
+    with httpx.Client(base_url=url, timeout=30) as http:
+        yield SimpleNamespace(
+            url=url,
+            port=port,
+            http=http,
+            service=app.state.service,
+            server=server,
+            thread=thread,
+            client=client,
+        )
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def fakes() -> SimpleNamespace:
+    """The classes of this file, for scripts of a test's own."""
+    return SimpleNamespace(Client=FakeClient, Update=FakeUpdate, Token=FakeToken, vocab=VOCAB)
+
+
+@pytest.fixture
+def serve() -> Callable[..., Any]:
+    return running
+
+
+@pytest.fixture
+def server() -> Iterator[SimpleNamespace]:
+    with running(FakeClient()) as running_server:
+        yield running_server
