@@ -32,7 +32,8 @@ def render(report: Report) -> RenderableType:
 
 def _what(case: Case) -> str:
     if "variant" in case.shape:
-        return str(case.shape["variant"])
+        other = f" to {case.shape['to']}" if "to" in case.shape else ""
+        return f"{case.shape['variant']}{other}"
     return " ".join(f"{key}={value}" for key, value in case.shape.items())
 
 

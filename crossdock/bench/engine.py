@@ -220,7 +220,7 @@ def _ratios(run: EngineRun) -> Iterator[Case]:
         ratios = [a / b for a, b in zip(_rates(run, variant), _rates(run, base), strict=True)]
         targeted = base.ranks == 0 if run.options.vs_transformers else True
         yield case_of(
-            f"throughput_to_{base.name}", ratios, "x", "higher", _shape(run, variant),
+            "throughput_ratio", ratios, "x", "higher", {**_shape(run, variant), "to": base.name},
             target=run.options.target if targeted else None,
         )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """How `bench serve` shows a run: one point in full, or a sweep as one table."""
 
+from math import isnan
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -52,7 +54,9 @@ def _latencies(p: PointResult) -> Table:
     for column in ("mean", "median", "p90", "p99"):
         table.add_column(column, justify="right")
     for name, values in p.result.latencies.items():
-        table.add_row(name.upper(), *(f"{v * MS:,.2f}" for v in values.values()))
+        table.add_row(
+            name.upper(), *("-" if isnan(v) else f"{v * MS:,.2f}" for v in values.values())
+        )
     return table
 
 
@@ -62,8 +66,8 @@ def _sweep(run: ServeRun) -> Table:
     table = Table(title=title, title_justify="left", padding=(0, 0), collapse_padding=True)
     goodput = run.options.slo is not None
     for column in (
-        "load", "in", "out", "ok", "fail", "req/s", "in tok/s", "out tok/s",
-        f"out/dev({devices or '?'})", "TTFT", "p99", "TPOT", "p99", "ITL", "p99", "E2E", "p99",
+        "load", "in", "out", "ok", "fail", "req/s", "in tok/s", "out tok/s", "/device",
+        "TTFT", "p99", "TPOT", "p99", "E2E", "p99",
         *(["goodput"] if goodput else []),
     ):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
@@ -80,7 +84,7 @@ def _sweep(run: ServeRun) -> Table:
             _short(result.output_rate / devices) if devices else "?",
             *(
                 _short(values[key] * MS)
-                for values in result.latencies.values()
+                for values in (result.latencies[name] for name in ("ttft", "tpot", "e2e"))
                 for key in ("median", "p99")
             ),
             *([_short(result.goodput or 0.0)] if goodput else []),
@@ -93,4 +97,6 @@ def _length(pair: tuple[int, int]) -> str:
 
 
 def _short(value: float) -> str:
+    if isnan(value):
+        return "-"
     return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"

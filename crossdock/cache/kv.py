@@ -1,5 +1,8 @@
 """The KV cache of one rank. Knows pages and slots, neither sequences nor prefixes."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +41,7 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = num_pages
         self._layers: list[tuple[Tensor, ...]] = [
-            tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+            tuple(_zeros(shape, dtype, torch.device(device)) for shape in shapes)
             for _ in range(num_layers)
         ]
 
@@ -53,3 +56,12 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for layer in self._layers for t in layer)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU from the system's zero pages, so that memory is taken as pages are used
+    (torch.zeros would write, and so take, all of it)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -135,8 +135,9 @@ def serve(
         )
     finish(bench.report(run, command_line()).document(), render(run), out, output)
     if run.failures:
-        for error in dict.fromkeys(error for p in run.points for error in p.errors[:3]):
-            output.notes.print(f"failed: {error}", style="red", markup=False)
+        if output.as_json:
+            for error in dict.fromkeys(error for p in run.points for error in p.errors[:3]):
+                output.notes.print(f"failed: {error}", style="red", markup=False)
         raise typer.Exit(1)
 
 

@@ -5,7 +5,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 import typer
 
@@ -36,12 +35,8 @@ def build_app() -> typer.Typer:
     return app
 
 
-def main() -> NoReturn:
-    """Exit codes: 0 done, 2 the user's mistake, 1 anything else."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(argv: Sequence[str]) -> int:
+    """The exit code of a command line: 0 done, 2 the user's mistake, 1 anything else."""
     output = open_output(argv)
     try:
         _set_up_logging()
@@ -50,8 +45,6 @@ def run(argv: Sequence[str]) -> int:
         return code if isinstance(code, int) and code in (0, 1, 2) else int(bool(code))
     except BrokenPipeError:  # `crossdock ... | head`: nobody listens any more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
         return 1
     except Exception as error:
         return _explain(error, output)
@@ -82,7 +75,6 @@ def _set_up_logging() -> None:
     if level not in LEVELS:
         raise ConfigError(f"CROSSDOCK_LOG_LEVEL={level!r}: expected one of {', '.join(LEVELS)}")
     logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+        level="WARNING", stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
     )
-    if level != "debug":
-        logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("crossdock").setLevel(level.upper())

@@ -47,6 +47,6 @@ def serve(
         from crossdock.cli.serving import run
 
         code = run(engine, server, output_of(ctx))
-    except KeyboardInterrupt:  # before the server has its own way to end
+    except KeyboardInterrupt:  # before the server has taken over; typer would make it a failure
         code = 0
     raise typer.Exit(code)

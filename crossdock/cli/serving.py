@@ -1,5 +1,7 @@
 """What `serve` does once its settings are known."""
 
+from rich.markup import escape
+
 from crossdock.cli.output import Output
 from crossdock.cli.starting import describe, lines_of, start_engine
 from crossdock.core import EngineConfig, ServerConfig
@@ -21,9 +23,12 @@ def run(engine: EngineConfig, server: ServerConfig, output: Output) -> int:
         facts = describe(started[0])
         name = server.served_model_name or facts["model"]
         for line in lines_of(facts):
-            output.notes.print(line, markup=False)
-        output.notes.print(f"[bold green]serving[/] {name} at {url}, loaded in", end=" ")
-        output.notes.print(f"{facts['load_seconds']:.1f} s; Ctrl-C ends it")
+            output.notes.print(line, markup=False, soft_wrap=True)
+        loaded = f"loaded in {facts['load_seconds']:.1f} s"
+        output.notes.print(
+            f"[bold green]serving[/] {escape(name)} at {url} ({loaded}); Ctrl-C ends it",
+            soft_wrap=True,
+        )
         if output.as_json:
             output.result({"url": url, "served_model_name": name, **facts})
 

@@ -63,11 +63,11 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     """The same for people."""
     mode = ", invariant" if facts["invariant"] else ""
     where = f"{facts['ranks']} x {facts['device']}"
+    threads = f"{facts['threads_per_rank']} thread" + "s" * (facts["threads_per_rank"] > 1)
     lines = [
         f"model      {facts['model']} ({facts['architecture']}, "
-        f"{_millions(facts['parameters'])} parameters, {facts['dtype']})",
-        f"ranks      {where}, {facts['threads_per_rank']} thread(s) each{mode}; "
-        f"context {facts['max_model_len']:,} tokens",
+        f"{_count(facts['parameters'])} parameters, {facts['dtype']})",
+        f"ranks      {where}, {threads} each{mode}; context {facts['max_model_len']:,} tokens",
         f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
     ]
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -76,8 +76,8 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
         groups.setdefault(key, []).append(rank)
     for (weights, kv, tokens), ranks in groups.items():
         lines.append(
-            f"memory     rank {_span(ranks)}: weights {weights / GIB:.2f} GiB, "
-            f"KV {kv / GIB:.2f} GiB for {tokens:,} tokens"
+            f"memory     rank {_span(ranks)}: weights {_size(weights)}, "
+            f"KV {_size(kv)} for {tokens:,} tokens"
         )
     return lines
 
@@ -99,5 +99,12 @@ def _span(ranks: list[int]) -> str:
     return ",".join(map(str, ranks))
 
 
-def _millions(count: int) -> str:
-    return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"
+
+
+def _count(count: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if count >= size:
+            return f"{count / size:.1f}{letter}"
+    return f"{count / 1e3:.1f}K"

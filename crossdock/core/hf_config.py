@@ -101,7 +101,7 @@ def _rope(config: Config, dim: int, interleaved: bool, default_theta: float = 10
     # transformers 5 writes rope_parameters; everything on the hub has rope_theta and rope_scaling.
     new = config.get("rope_parameters") or {}
     scaling = new or config.get("rope_scaling") or {}
-    theta = float(new.get("rope_theta", config.get("rope_theta", default_theta)))
+    theta = float(new.get("rope_theta") or config.get("rope_theta") or default_theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return RopeSpec(dim, theta, interleaved)

@@ -42,7 +42,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Add:
-    """`wave` counts the gateway's calls to work; a rank may only sleep when all saw the same one."""
+    """`wave` counts the gateway's calls to work; a rank may only sleep when all saw the same."""
 
     request: Request
     wave: int

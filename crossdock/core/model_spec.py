@@ -139,14 +139,15 @@ class ModelSpec:
     @property
     def num_params(self) -> int:
         """Matrix parameters; norms and biases are left out."""
-        return self._params(self.moe.num_experts)
+        return self.params_with(self.moe.num_experts)
 
     @property
     def active_params(self) -> int:
         """Matrix parameters that one token uses."""
-        return self._params(self.moe.top_k)
+        return self.params_with(self.moe.top_k)
 
-    def _params(self, experts: int) -> int:
+    def params_with(self, experts: int) -> int:
+        """As if a layer had `experts` routed ones, for instance those of one rank."""
         h, n_moe = self.hidden_size, len(self.moe_layers)
         per_moe = experts * self.expert_params + h * self.moe.num_experts
         per_moe += 3 * h * self.moe.shared_intermediate_size

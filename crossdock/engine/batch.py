@@ -6,7 +6,8 @@ import torch
 
 from crossdock.core import ForwardBatch, Plan
 
-_KEY_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # an odd 64-bit constant: spreads neighbouring positions
+# An odd 64-bit constant, so that keys of neighbouring positions lie far apart.
+_KEY_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
 def make_batch(plan: Plan, page_size: int, device: torch.device) -> ForwardBatch:

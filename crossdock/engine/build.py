@@ -12,6 +12,7 @@ from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
 from crossdock.comm import World, build_transport
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, Placement, load_spec
+from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.engine import Engine
 from crossdock.engine.memory import kv_budget
 from crossdock.engine.runner import Runner
@@ -73,7 +74,12 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         per_expert=config.invariant,
         recorder=recorder,
     )
-    checkpoint = Checkpoint(Path(config.model), spec.quant, dtype, world.device, on_progress)
+    # An estimate, for the progress bar: norms are left out, an expert in two slots is read once.
+    stored = DTYPE_BYTES["float8_e4m3fn" if spec.quant else spec.dtype]
+    to_read = stored * spec.params_with(min(placement.slots_per_rank, spec.moe.num_experts))
+    checkpoint = Checkpoint(
+        Path(config.model), spec.quant, dtype, world.device, on_progress, to_read
+    )
     context = ModelContext(
         rank=world.rank,
         device=world.device,
@@ -83,6 +89,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         transport=transport,
         recorder=recorder,
         max_model_len=max_len,
+        board=world.board,
     )
     model = build_model(spec, checkpoint, context)
     weight_bytes = checkpoint.bytes_read

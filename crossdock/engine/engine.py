@@ -1,4 +1,4 @@
-"""One rank's step. Knows its own requests and, through the lockstep, only numbers of the others'."""
+"""One rank's step. Of the other ranks it knows only what the lockstep tells: a few numbers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ class Agreed:
 
 
 def agree(table: list[tuple[int, ...]]) -> Agreed:
-    """`table[r]` = (has work, wave, tokens). Sleeping needs that nobody has work *and* that all have
-    seen the same wave: else a request announced to some but not yet to its rank would be missed."""
+    """`table[r]` = (has work, wave, tokens). Sleeping needs that nobody has work *and* that all saw
+    the same wave: else a request announced to some but not yet to its rank would be missed."""
     work = any(row[0] for row in table)
     same_wave = len({row[1] for row in table}) == 1
     return Agreed(run=any(row[2] for row in table), sleep=not work and same_wave)

@@ -43,7 +43,7 @@ class Sampler:
         if not items:
             return []
         x_BV = self._adjust(logits_BV, items, mask)
-        ids_B = self._choose(x_BV, items, clamp=x_BV is not logits_BV)
+        ids_B = self._choose(x_BV, items)
         tokens = ids_B.tolist()
         rows = [r for r, item in enumerate(items) if item.request.params.logprobs is not None]
         sampled = [Sampled(token) for token in tokens]
@@ -109,23 +109,21 @@ class Sampler:
         lengths = self._tensor([len(row) for row in ids], torch.int64)
         return self._tensor(values, dtype).repeat_interleave(lengths)
 
-    def _choose(self, x_BV: Tensor, items: Sequence[Scheduled], clamp: bool) -> Tensor:
+    def _choose(self, x_BV: Tensor, items: Sequence[Scheduled]) -> Tensor:
         drawn = [r for r, i in enumerate(items) if i.request.params.temperature >= GREEDY_BELOW]
         if len(drawn) == len(items):
-            return self._draw(x_BV, items, clamp)
+            return self._draw(x_BV, items)
         ids_B = x_BV.argmax(-1)
         if drawn:
             rows = self._tensor(drawn, torch.int64)
-            ids_B[rows] = self._draw(x_BV[rows], [items[row] for row in drawn], clamp)
+            ids_B[rows] = self._draw(x_BV[rows], [items[row] for row in drawn])
         return ids_B
 
-    def _draw(self, x_BV: Tensor, items: Sequence[Scheduled], clamp: bool) -> Tensor:
+    def _draw(self, x_BV: Tensor, items: Sequence[Scheduled]) -> Tensor:
         """One uniform number per row through the inverse of the cumulative weights, tokens in order
         of their ids. Filters set weights to 0 and leave the rest as they are."""
         params = [item.request.params for item in items]
         x_BV = x_BV / self._tensor([[p.temperature] for p in params], torch.float32)
-        if clamp:  # a row of minus infinities has no softmax
-            x_BV.clamp_(min=torch.finfo(x_BV.dtype).min)
         w_BV = x_BV.softmax(-1)
         if any(p.min_p > 0 for p in params):
             min_p_B1 = self._tensor([[p.min_p] for p in params], torch.float32)
@@ -147,7 +145,9 @@ class Sampler:
         target_B1 = self._tensor(draws, torch.float64) * total_B1
         target_B1 = torch.minimum(target_B1, total_B1.nextafter(torch.zeros_like(total_B1)))
         ids_B = torch.searchsorted(cdf_BV, target_B1, right=True)[:, 0]
-        return ids_B.clamp_(max=self.vocab_size - 1)  # where logits are NaN
+        return ids_B.clamp_(
+            max=self.vocab_size - 1
+        )  # NaN: nothing was allowed, or the logits are broken
 
     def _most_likely(self, w_BV: Tensor, items: Sequence[Scheduled]) -> Tensor:
         """bool [B, V]: what top-k keeps, and top-p of that."""

@@ -101,7 +101,7 @@ class EngineClient:
                     time.monotonic() - self._heard > silence_s
                 ):
                     missing = sorted(set(range(self.config.ranks)) - self._ready)
-                    self.failure = f"ranks {missing} said nothing for {silence_s:.0f} s at the start"
+                    self.failure = f"ranks {missing} said nothing for {silence_s:g} s at the start"
         if self.failure is not None:
             self.close()
             raise (UserError if self._user_error else CrossdockError)(self.failure)
@@ -145,7 +145,7 @@ class EngineClient:
     def _start_choice(self, request_id: str, index: int, opened: _Open) -> None:
         params = opened.params
         if params.n > 1 and params.seed is not None:
-            params = replace(params, seed=params.seed + index)
+            params = replace(params, seed=(params.seed + index) % 2**63)
         name = f"{request_id}/{index}"
         rank = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
         opened.choices[index] = Choice(index, rank, params, self.tokenizer)

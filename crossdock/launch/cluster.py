@@ -40,6 +40,7 @@ class Cluster:
         self._on_message, self._on_exit = on_message, on_exit
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-")  # mode 0700
         self._closing = threading.Event()
+        self._lock = threading.Lock()
         self._outboxes: list[queue.SimpleQueue[Any]] = []
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -127,10 +128,14 @@ class Cluster:
                 print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
 
     def close(self, stop: Any = None) -> None:
-        """Ends every process: asks with `stop`, then kills. Safe to call twice."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
+        """Ends every process: asks with `stop`, then kills. Returns once all are gone; safe to call
+        again and from other threads."""
+        with self._lock:
+            if not self._closing.is_set():
+                self._closing.set()
+                self._end(stop)
+
+    def _end(self, stop: Any) -> None:
         for rank in range(len(self._processes)):
             if stop is not None:
                 self.send(rank, stop)

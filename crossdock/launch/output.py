@@ -89,9 +89,7 @@ class Choice:
         assert sampled.logprob is not None
         return self._with_text(sampled.logprob, tuple(self._with_text(t) for t in sampled.top))
 
-    def _with_text(
-        self, entry: TokenLogprob, top: tuple[TokenLogprobs, ...] = ()
-    ) -> TokenLogprobs:
+    def _with_text(self, entry: TokenLogprob, top: tuple[TokenLogprobs, ...] = ()) -> TokenLogprobs:
         tokenizer, token = self._tokenizer, entry.token_id
         raw = tuple(tokenizer.token_bytes(token))
         return TokenLogprobs(token, tokenizer.token_text(token), raw, entry.logprob, top)

@@ -30,9 +30,7 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     initial_placement(config, spec)  # refuses an impossible one before anything is started
     memory = SharedMemory.create(_shared_bytes(config, spec))
     assert config.max_model_len is not None
-    client = EngineClient(
-        config, spec, config.max_model_len, name, {SHM: memory.fd}, on_progress
-    )
+    client = EngineClient(config, spec, config.max_model_len, name, {SHM: memory.fd}, on_progress)
     try:
         memory.close_fd()
         client.tokenizer = load_tokenizer(model_dir)

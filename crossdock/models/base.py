@@ -113,7 +113,7 @@ class Decoder:
 def build_decoder(
     spec: ModelSpec, family: Family, source: WeightSource, context: ModelContext
 ) -> Decoder:
-    products = choose_products(context.invariant)
+    products = choose_products(context.invariant, context.device, context.dtype)
     load = Loader(spec, source, products, SoloGroup(), context.dtype, context.device)
     moe_context = MoEContext(
         rank=context.rank,

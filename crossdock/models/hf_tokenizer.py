@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.core import CheckpointError, RequestError
-from crossdock.models.tokenizer_files import check_text, eos_token_ids, no_chat_template
+from crossdock.models.tokenizer_files import check_text, eos_token_ids, no_chat_template, read_json
 
 _SPACE = "\u2581"  # SentencePiece's mark for a space
 
 
 class HFTokenizer:
-    """transformers' AutoTokenizer for loading and templates; its Rust backend for the rest.
+    """transformers for loading and chat templates; its Rust backend for the rest.
 
     The backend is asked directly because the wrapper around it costs several times as much a call,
     and so that decoding never "cleans up" spaces, which a stream could not.
@@ -31,12 +31,22 @@ class HFTokenizer:
         added = self._rust.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.has_chat_template = self._hf.chat_template is not None
+        self._prefix = self._bos_to_add()
         self._to_bytes, self.leading_space = _byte_rule(self._rust.decoder, model_dir)
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         check_text(text)
-        return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = self._rust.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._prefix + ids if add_special_tokens else ids
+
+    def _bos_to_add(self) -> list[int]:
+        """DeepSeek's tokenizer.json does not add the BOS that its tokenizer_config.json asks for;
+        transformers 4 then added it, transformers 5 does not."""
+        wanted = read_json(self._dir / "tokenizer_config.json").get("add_bos_token") is True
+        if not wanted or self.bos_token_id is None:
+            return []
+        return [] if self.bos_token_id in self._rust.encode("").ids else [self.bos_token_id]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -74,10 +84,14 @@ class HFTokenizer:
 
 def _load(model_dir: Path) -> Any:
     # Importing it costs 1.5 s and brings torch: only the process that tokenizes pays for it.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # AutoTokenizer goes by tokenizer_class, for which some releases of transformers 5 override what
+    # the tokenizer.json says: DeepSeek's, declared as Llama's, then loses its spaces.
+    has_json = (model_dir / "tokenizer.json").exists()
+    loader = PreTrainedTokenizerFast if has_json else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = loader.from_pretrained(
             str(model_dir), trust_remote_code=False, local_files_only=True
         )
     except Exception as error:

@@ -62,4 +62,4 @@ def unpermute_per_expert(out_MH: Tensor, permuted: Permuted, received: Received)
     """[N, K, H], unweighted; undefined where the slot is -1."""
     N, K = received.slots_NK.shape
     y_EH = out_MH.new_empty(N * K, out_MH.shape[1])
-    return y_EH.index_copy_(0, permuted.entry_M, out_MH).view(N, K, -1)
+    return y_EH.index_copy_(0, permuted.entry_M, out_MH).view(N, K, out_MH.shape[1])

@@ -61,7 +61,9 @@ class Router:
     def _within_groups(self, choice_TE: Tensor) -> Tensor:
         """-inf for the experts outside the best groups."""
         spec = self.spec
-        choice_TGE = choice_TE.view(len(choice_TE), spec.num_groups, spec.num_experts // spec.num_groups)
+        choice_TGE = choice_TE.view(
+            len(choice_TE), spec.num_groups, spec.num_experts // spec.num_groups
+        )
         if spec.group_score == "max":
             groups_TG = choice_TGE.amax(dim=-1)
         else:

@@ -139,18 +139,16 @@ class Scheduler:
         Counts nothing as run before `advance`; a plan that is not advanced may be replaced.
         """
         shares: dict[SequenceState, int] = {}
-        budget, preempted = self._plan_running(shares)
-        if self._waiting and not preempted:
-            self._admit(shares, budget)
+        budget = self._plan_running(shares)
+        self._admit(shares, budget)
         seqs = [s for s, n in shares.items() if n == 1] + [s for s, n in shares.items() if n > 1]
         plan = Plan(tuple([self._item(seq, shares[seq]) for seq in seqs]))
         self._planned = plan, seqs
         return plan
 
-    def _plan_running(self, shares: dict[SequenceState, int]) -> tuple[int, bool]:
-        """Shares of the running sequences; the tokens left, and whether anyone was preempted."""
+    def _plan_running(self, shares: dict[SequenceState, int]) -> int:
+        """Give the running sequences their shares; returns the tokens left."""
         budget = self.max_num_batched_tokens
-        preempted = False
         decodes = [seq for seq in self._running if seq.remaining == 1]
         prefills = [seq for seq in self._running if seq.remaining > 1]
         for seq in decodes + prefills:
@@ -160,19 +158,17 @@ class Scheduler:
             missing = self._pages_for(seq.computed + count) - len(seq.pages)
             while missing > self.pool.available and seq.running:
                 budget += shares.pop(self._preempt_last(), 0)
-                preempted = True
             if seq.running:
                 if missing > 0:
                     seq.pages += self.pool.allocate(missing)
                 shares[seq] = count
                 budget -= count
-        return budget, preempted
+        return budget
 
     def _preempt_last(self) -> SequenceState:
         seq = self._running.pop()
         self._drop_pages(seq)
         seq.running = False
-        seq.preempted = True
         self._waiting.appendleft(seq)
         self._totals["num_preemptions_total"] += 1
         return seq
@@ -180,24 +176,19 @@ class Scheduler:
     def _admit(self, shares: dict[SequenceState, int], budget: int) -> None:
         """Start waiting sequences, in order, while tokens, places and pages last.
 
-        A sequence starts only if all its tokens fit beside what running prefills still need; one
-        that was preempted also leaves each running sequence a page, so as not to bounce.
+        A sequence starts only if pages for all its tokens are there, not just for its first chunk.
         """
-        owed = sum(max(0, self._pages_for(len(s.tokens)) - len(s.pages)) for s in self._running)
         while self._waiting and budget > 0 and len(self._running) < self.max_num_seqs:
             seq = self._waiting[0]
             hit = self._match(seq)
             needed = self._pages_for(len(seq.tokens)) - len(hit)
-            spare = len(self._running) if seq.preempted else 0
             room = self.pool.available - self.pool.count_cached(hit)
-            if seq.pending or owed + needed + spare > room:
+            if seq.pending or needed > room:
                 return
             self._waiting.popleft()
             self._start(seq, hit)
             count = min(seq.remaining, budget)
-            pages = self.pool.allocate(self._pages_for(seq.computed + count) - len(hit))
-            seq.pages += pages
-            owed += needed - len(pages)
+            seq.pages += self.pool.allocate(self._pages_for(seq.computed + count) - len(hit))
             shares[seq] = count
             budget -= count
 
@@ -309,7 +300,7 @@ class Scheduler:
     def _drop_pages(self, seq: SequenceState) -> None:
         self.pool.release(seq.pages)
         seq.pages = ()
-        seq.computed = seq.published = 0
+        seq.computed = 0
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -26,7 +26,6 @@ class SequenceState:
         "pages",
         "penalties",
         "pending",
-        "preempted",
         "published",
         "queue_seconds",
         "request",
@@ -58,7 +57,6 @@ class SequenceState:
         self.alive = True
         self.running = False
         self.started = False
-        self.preempted = False
 
     @property
     def num_outputs(self) -> int:

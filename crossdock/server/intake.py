@@ -35,7 +35,9 @@ async def completion_job(body: CompletionBody, client: EngineClient, max_sequenc
     sequences = len(texts_or_ids) * params.n
     if len(texts_or_ids) > 1 and sequences > max_sequences:
         raise ApiError(
-            400, f"{sequences} sequences at once; at most {max_sequences} are taken", "prompt"
+            400,
+            f"prompt: {sequences} sequences at once, at most {max_sequences} are taken",
+            "prompt",
         )
     prompts = []
     for prompt in texts_or_ids:

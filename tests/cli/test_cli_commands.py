@@ -59,7 +59,7 @@ def fails(done, code, *words):
 def test_bad_flags_are_the_users_mistake():
     fails(crossdock("serve", "m", "--rank", "4"), 2, "--rank", "serve --help")
     fails(crossdock("serve"), 2, "MODEL", "Missing")
-    fails(crossdock("serve", "m", "--port", "many"), 2, "port", "many")
+    fails(crossdock("serve", "m", "--port", "many"), 2, "--port", "integer")
     fails(crossdock("nonsense"), 2, "nonsense")
     fails(crossdock("serve", "m", "--ranks", "0"), 2, "ranks must be at least 1, got 0")
 
@@ -96,7 +96,6 @@ def test_api_key_from_the_environment(monkeypatch):
 def test_unknown_model_directory(tmp_path):
     missing = tmp_path / "nowhere"
     fails(crossdock("generate", missing, "--prompt", "a"), 2, str(missing))
-    fails(crossdock("bench", "engine", missing), 2, str(missing))
     done = crossdock("generate", missing, "--prompt", "a", "--json")
     assert done.returncode == 2
     document = json.loads(done.stdout)

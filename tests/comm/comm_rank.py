@@ -1,6 +1,7 @@
 """One rank process of the comm tests: takes (function, arguments) from its pipe, answers in kind.
 
-Run as `python comm_rank.py RANK PIPE_FD SIZE:SHM_FD:RENDEZVOUS:DEADLINE ...`, one world per group.
+Run as `python comm_rank.py RANK DEVICE PIPE_FD SIZE:SHM_FD:RENDEZVOUS:DEADLINE ...`, a world per
+group.
 """
 
 import sys
@@ -17,8 +18,9 @@ from crossdock.metrics import Recorder
 
 
 class Rank:
-    def __init__(self, rank, groups):
-        self.rank, self.groups, self.worlds, self.transports = rank, groups, {}, {}
+    def __init__(self, rank, device, groups):
+        self.rank, self.device, self.groups = rank, device, groups
+        self.worlds, self.transports = {}, {}
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self):
@@ -33,7 +35,7 @@ class Rank:
             fd, rendezvous, deadline = self.groups[size]
             fds = {"shm": fd} if fd >= 0 else {}
             self.worlds[size] = build_world(
-                self.rank, size, "cpu", "collective", fds, rendezvous, deadline
+                self.rank, size, self.device, "collective", fds, rendezvous, deadline
             )
             self.worlds[size].board.beat()
         return self.worlds[size]
@@ -58,8 +60,10 @@ class Rank:
             for at in range(0, len(steps), in_flight):
                 begun = []
                 for x, slots, weights in steps[at : at + in_flight]:
-                    x = torch.from_numpy(x).to(self.shape["dtype"])
-                    routing = Routing(torch.from_numpy(slots), torch.from_numpy(weights))
+                    x, slots, weights = (
+                        torch.from_numpy(t).to(self.device) for t in (x, slots, weights)
+                    )
+                    routing, x = Routing(slots, weights), x.to(self.shape["dtype"])
                     begun.append(transport.dispatch_begin(x, routing))
                 ended = [transport.dispatch_end(pending) for pending in begun]
                 begun = [
@@ -70,7 +74,11 @@ class Rank:
                     out = transport.combine_end(pending)
                     got = (received.x_NH.float(), received.slots_NK, received.weights_NK)
                     done.append(
-                        (out.float().numpy(), [t.numpy() for t in got], transport.bytes_sent())
+                        (
+                            out.float().cpu().numpy(),
+                            [t.cpu().numpy() for t in got],
+                            transport.bytes_sent(),
+                        )
                     )
         return results
 
@@ -88,7 +96,8 @@ class Rank:
     def expert(self, received, experts_P):
         """Expert e maps x to x * (1 + e / 8) - e; NaN wherever the answer must not matter."""
         slots_NK, local = received.slots_NK, self.shape["slots_per_rank"]
-        e_NK = torch.from_numpy(experts_P)[self.rank * local + slots_NK.clamp(min=0)].float()
+        experts = torch.from_numpy(experts_P).to(slots_NK.device)
+        e_NK = experts[self.rank * local + slots_NK.clamp(min=0)].float()
         y_NKH = received.x_NH.float().unsqueeze(1) * (1 + e_NK / 8).unsqueeze(-1)
         y_NKH = y_NKH - e_NK.unsqueeze(-1)
         none_NK1 = (slots_NK < 0).unsqueeze(-1)
@@ -135,10 +144,10 @@ class Rank:
 def main():
     torch.set_num_threads(1)
     groups = {}
-    for text in sys.argv[3:]:
+    for text in sys.argv[4:]:
         size, fd, rendezvous, deadline = text.split(":")
         groups[int(size)] = (int(fd), rendezvous, float(deadline))
-    rank, pipe = Rank(int(sys.argv[1]), groups), Connection(int(sys.argv[2]))
+    rank, pipe = Rank(int(sys.argv[1]), sys.argv[2], groups), Connection(int(sys.argv[3]))
     with torch.inference_mode():
         while True:
             try:

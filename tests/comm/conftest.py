@@ -22,7 +22,9 @@ class Failed(Exception):
 class Pool:
     """Persistent rank processes; worlds of several sizes among the first of them."""
 
-    def __init__(self, ranks, sizes, directory, deadline_s=30.0, nbytes=64 << 20, shared=True):
+    def __init__(
+        self, ranks, sizes, directory, deadline_s=30.0, nbytes=8 << 20, shared=True, device="cpu"
+    ):
         self.memories = {s: SharedMemory.create(nbytes) for s in sizes} if shared else {}
         groups = [
             f"{s}:{self.memories[s].fd if shared else -1}:{directory / f'store{s}'}:{deadline_s}"
@@ -32,7 +34,14 @@ class Pool:
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = Pipe()
-            command = [sys.executable, str(SCRIPT), str(rank), str(theirs.fileno()), *groups]
+            command = [
+                sys.executable,
+                str(SCRIPT),
+                str(rank),
+                device,
+                str(theirs.fileno()),
+                *groups,
+            ]
             self.processes.append(
                 subprocess.Popen(command, pass_fds=[theirs.fileno(), *fds], env=os.environ)
             )
@@ -72,7 +81,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    made = Pool(5, (1, 2, 3, 4, 5), tmp_path_factory.mktemp("pool"), nbytes=8 << 20)
+    made = Pool(5, (1, 2, 3, 4, 5), tmp_path_factory.mktemp("pool"))
     yield made
     made.close()
 

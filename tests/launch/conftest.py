@@ -1,18 +1,29 @@
 """Small random checkpoints written by transformers, and running a script of steps on R ranks."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from crossdock.comm import SharedMemory, shm_bytes
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "checkpoints" / "storyteller"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +38,7 @@ def _run_ranks(
     ranks = config["ranks"]
     memory = SharedMemory.create(shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant"))))
     job = {
-        "chunk": 1000, "prefill": 0, "stagger": 0, "config": config, "prompts": prompts,
+        "chunk": 1000, "prefill": 0, "stagger": 0, "config": {"device": "cpu", **config}, "prompts": prompts,
         "rendezvous": str(out / f"store-{np.random.default_rng().integers(1 << 62)}"), **job,
     }  # fmt: skip
     processes = [
@@ -37,7 +48,7 @@ def _run_ranks(
                 str(memory.fd), json.dumps(job), str(out / f"rank{rank}.npz"),
             ],
             pass_fds=(memory.fd,),
-            env={"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(ranks)
     ]  # fmt: skip

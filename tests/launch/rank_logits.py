@@ -28,7 +28,13 @@ def main() -> None:
     with tempfile.NamedTemporaryFile() as unused:
         rendezvous = job.get("rendezvous", unused.name)
     world = build_world(
-        rank, config.ranks, "cpu", config.transport, {"shm": fd}, rendezvous, config.deadline_s
+        rank,
+        config.ranks,
+        config.device,
+        config.transport,
+        {"shm": fd},
+        rendezvous,
+        config.deadline_s,
     )
     engine = build_engine(config, world, lambda done, total: None)
     kv = engine.runner.kv
@@ -57,7 +63,7 @@ def main() -> None:
             hidden = drive(
                 engine.runner.model.forward(make_batch(plan, kv.page_size, world.device), kv)
             )
-            rows = engine.runner.model.logits(hidden).numpy()
+            rows = engine.runner.model.logits(hidden).cpu().numpy()
         used = 0
         for i, item in items:
             logits[i].append(rows[used : used + len(item.tokens)])

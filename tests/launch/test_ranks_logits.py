@@ -78,6 +78,22 @@ def test_logits_agree_with_transformers(case, ranks: int, run_ranks) -> None:
         np.testing.assert_allclose(logits, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cuda_logits_agree_with_transformers(case, ranks: int, run_ranks) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    model, path = case
+    texts = prompts(ranks, (41, 1, 23, 37, 9))
+    config = {"model": str(path), "ranks": ranks, "max_num_batched_tokens": 64, "page_size": 4,
+              "device": "cuda", "dtype": "float32", "max_num_seqs": 8, "kv_memory_gib": 0.02}  # fmt: skip
+    got = run_ranks(config, texts, chunk=7, prefill=25, stagger=1)
+    for text, logits in zip(texts, got, strict=True):
+        with torch.inference_mode():
+            want = model(torch.tensor([text])).logits[0].numpy()
+        np.testing.assert_allclose(logits, want, atol=1e-4, rtol=0)
+
+
 def test_invariant_logits_do_not_depend_on_anything(case, run_ranks) -> None:
     """Alone and whole on one rank, against chunked, staggered, mixed and with replicas on four."""
     _, path = case

@@ -188,3 +188,16 @@ def test_fused_expert_tensors_load_alike(name: str, tmp_path: Path, session) -> 
 def test_a_rank_without_tokens_runs(case, session) -> None:
     _, path = case
     assert session(path).step({}) == {}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["v3", "mixtral-window"])
+def test_decodes_of_unequal_length(name: str, tmp_path: Path, session, monkeypatch) -> None:
+    """One long sequence between short ones: they are decoded in several groups."""
+    monkeypatch.setattr("crossdock.layers.attention.plan.SPLIT_GAIN", 40)
+    model = write_checkpoint(name, tmp_path)
+    ours = session(tmp_path)
+    prompts = {f"s{i}": prompt(n, 20 + i) for i, n in enumerate((9, 140, 8, 60, 10, 139, 2))}
+    ours.step({key: tokens[:-1] for key, tokens in prompts.items()})
+    for key, rows in ours.step({key: tokens[-1:] for key, tokens in prompts.items()}).items():
+        assert (rows[0] - reference(model, prompts[key])[-1]).abs().max() < 1e-4, key

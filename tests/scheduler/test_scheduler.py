@@ -236,7 +236,7 @@ def test_prefix_caching_can_be_switched_off():
 
 @pytest.mark.parametrize("when", ["waiting", "planned", "launched", "running"])
 def test_abort_frees_pages_at_once(when):
-    s = make(max_num_seqs=2, prefix_caching=False)
+    s = make(max_num_seqs=2)
     s.add(request("keep"))
     s.add(request("gone", 9))
     plan = None

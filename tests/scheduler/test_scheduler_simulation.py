@@ -50,9 +50,11 @@ class Machine:
     inflight: deque = field(default_factory=deque)
     restarts: int = 0
 
-    def step(self):
+    def step(self, replan):
         s = self.scheduler
         plan = s.plan()
+        if replan:
+            plan = s.plan()
         self.check(plan)
         s.advance(plan)
         self.inflight.append((plan, self.run(plan)))
@@ -81,6 +83,9 @@ class Machine:
             end = item.start + len(item.tokens)
             assert len(item.pages) == -(-end // s.page_size)
             assert len(set(item.pages)) == len(item.pages)
+            p = item.request.params
+            assert end < s.max_model_len  # the last token of all needs no KV
+            assert p.max_tokens is None or end < len(item.request.prompt_ids) + p.max_tokens
             mine = set(item.pages[item.start // s.page_size :])
             assert not mine & written
             written |= mine
@@ -178,7 +183,7 @@ def test_answers_do_not_depend_on_the_schedule(
             if s.abort(name):
                 aborted.add(name)
         if s.has_work or not machine.inflight:
-            machine.step()
+            machine.step(replan=rng.random() < 0.2)
         else:
             machine.observe()
         steps += 1
@@ -223,7 +228,7 @@ def test_a_cache_for_one_serves_many():
         s.add(request)
     steps = 0
     while s.has_work:
-        machine.step()
+        machine.step(replan=False)
         steps += 1
     for request in requests:
         assert machine.results[request.id] == expected(request, 105)[0]

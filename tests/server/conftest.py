@@ -72,6 +72,21 @@ class ByteTokenizer:
         return self.encode(text + "assistant:" * add_generation_prompt)
 
 
+SPEC = ModelSpec(
+    architecture="Test",
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=8,
+    vocab_size=VOCAB,
+    attention=GQASpec(1, 1, 8),
+    rope=RopeSpec(8, 10000.0),
+    moe=MoESpec(num_experts=4, top_k=2, intermediate_size=8),
+    moe_layers=(1,),
+    rms_norm_eps=1e-6,
+    max_position=128,
+)
+
+
 def words(prompt_ids: tuple[int, ...], params: SamplingParams, index: int) -> list[FakeUpdate]:
     """One token an update: ` w0`, ` w1` ... until max_tokens."""
     updates = []
@@ -98,22 +113,9 @@ class FakeClient:
     submitted: list[Any] = field(default_factory=list)
     aborts: queue.Queue = field(default_factory=queue.Queue)
     snapshot_list: list[Snapshot] = field(default_factory=list)
-    config: EngineConfig = EngineConfig(model="m", ranks=2)
-    spec: ModelSpec = ModelSpec(
-        architecture="Test",
-        num_layers=2,
-        hidden_size=8,
-        intermediate_size=8,
-        vocab_size=VOCAB,
-        attention=GQASpec(1, 1, 8),
-        rope=RopeSpec(8, 10000.0),
-        moe=MoESpec(num_experts=4, top_k=2, intermediate_size=8),
-        moe_layers=(1,),
-        rms_norm_eps=1e-6,
-        max_position=128,
-    )
 
     def __post_init__(self) -> None:
+        self.config, self.spec = EngineConfig(model="m", ranks=2), SPEC
         self._open: dict[str, threading.Event] = {}
 
     def submit(self, request_id, prompt_ids, params, on_update) -> None:
@@ -172,28 +174,30 @@ def running(client: FakeClient | None, metrics: GatewayMetrics | None = None, **
         ),
         app.state.service,
     )
-    thread = threading.Thread(target=server.run, args=([sock],))
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{port}"
-    with httpx.Client(base_url=url, timeout=30) as http:
-        yield SimpleNamespace(
-            url=url,
-            port=port,
-            http=http,
-            service=app.state.service,
-            server=server,
-            thread=thread,
-            client=client,
-        )
-    server.should_exit = True
-    thread.join(30)
+    try:
+        with httpx.Client(base_url=url, timeout=30) as http:
+            yield SimpleNamespace(
+                url=url,
+                port=port,
+                http=http,
+                service=app.state.service,
+                server=server,
+                thread=thread,
+                client=client,
+            )
+    finally:
+        server.should_exit = True
+        thread.join(30)
     assert not thread.is_alive()
 
 
 @pytest.fixture
 def fakes() -> SimpleNamespace:
     """The classes of this file, for scripts of a test's own."""
-    return SimpleNamespace(Client=FakeClient, Update=FakeUpdate, Token=FakeToken, vocab=VOCAB)
+    return SimpleNamespace(Client=FakeClient, Update=FakeUpdate, Token=FakeToken, file=__file__)
 
 
 @pytest.fixture

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from crossdock.core import GQASpec, Group
 from crossdock.layers.attention.blockwise import blockwise_attention
-from crossdock.layers.attention.plan import KEY_BLOCK, AttentionPlan, DecodeRows, PrefillRows
+from crossdock.layers.attention.plan import (
+    KEY_BLOCK,
+    AttentionPlan,
+    DecodeGroup,
+    DecodeRows,
+    PrefillRows,
+)
 from crossdock.layers.linear import Products
 from crossdock.layers.norm import RMSNorm
 from crossdock.layers.rope import rotate
@@ -43,7 +49,11 @@ class GQAttention:
         if plan.blocks:
             out_TV = self._invariant(q_ThD, cache, plan)
         else:
-            parts = [] if plan.decodes is None else [self._decode(q_ThD, cache, plan.decodes)]
+            parts = (
+                []
+                if plan.decodes is None
+                else [self._decode(q_ThD[: plan.decodes.count], cache, plan.decodes)]
+            )
             parts += [self._prefill(q_ThD[p.start : p.end], cache, p) for p in plan.prefills]
             out_TV = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.group.all_reduce(self.products.matmul(out_TV, self.w.out, self.w.out_bias))
@@ -74,19 +84,22 @@ class GQAttention:
             q, k = q_norm(q), k_norm(k)
         return torch.cat((q, k), dim=-1)
 
-    def _decode(self, q_ThD: Tensor, cache: tuple[Tensor, ...], rows: DecodeRows) -> Tensor:
+    def _decode(self, q_BhD: Tensor, cache: tuple[Tensor, ...], rows: DecodeRows) -> Tensor:
         """The heads that share a key stand where rows of one sequence would: one fused call, and no
         copy of the keys per head."""
-        s, B = self.spec, rows.count
-        k, v = (
-            t.index_select(0, rows.slots).view(B, -1, *t.shape[1:]).transpose(1, 2) for t in cache
-        )
-        q = q_ThD[:B].reshape(B, s.num_kv_heads, -1, s.head_dim)
-        bias = rows.bias_BN[:, None, None]
-        # Spelled out per head: the fused GPU kernels do not broadcast a bias over query rows.
-        bias = bias.expand(B, s.num_kv_heads, q.shape[2], -1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
-        return out.reshape(B, -1)
+        s = self.spec
+
+        def attend(q_BGMD: Tensor, group: DecodeGroup) -> Tensor:
+            B, G, M, _ = q_BGMD.shape
+            k, v = (t.index_select(0, group.slots).view(B, -1, *t.shape[1:]) for t in cache)
+            # Spelled out per head: the fused GPU kernels do not broadcast a bias over query rows.
+            bias = group.bias_BN[:, None, None].expand(B, G, M, -1)
+            return F.scaled_dot_product_attention(
+                q_BGMD, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias, scale=self.scale
+            )
+
+        q_BGMD = q_BhD.unflatten(1, (s.num_kv_heads, -1))
+        return rows.attend(q_BGMD, attend).flatten(1)
 
     def _prefill(self, q_ThD: Tensor, cache: tuple[Tensor, ...], rows: PrefillRows) -> Tensor:
         k, v = (t.index_select(0, rows.slots_N).transpose(0, 1)[None] for t in cache)

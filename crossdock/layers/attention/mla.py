@@ -13,7 +13,13 @@ from torch import Tensor
 
 from crossdock.core import Group, MLASpec
 from crossdock.layers.attention.blockwise import blockwise_attention
-from crossdock.layers.attention.plan import KEY_BLOCK, AttentionPlan, DecodeRows, PrefillRows
+from crossdock.layers.attention.plan import (
+    KEY_BLOCK,
+    AttentionPlan,
+    DecodeGroup,
+    DecodeRows,
+    PrefillRows,
+)
 from crossdock.layers.linear import Products
 from crossdock.layers.norm import RMSNorm
 from crossdock.layers.rope import rotate
@@ -101,12 +107,14 @@ class MLAttention:
         return out_hTV.transpose(0, 1).flatten(1)
 
     def _decode(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, rows: DecodeRows) -> Tensor:
-        q_BhC = self._absorbed(q_nope, q_rope)
-        keys_BNC = cache.index_select(0, rows.slots).view(rows.count, -1, cache.shape[1])
-        bias_B1N = rows.bias_BN[:, None]
-        scores = torch.baddbmm(bias_B1N, q_BhC, keys_BNC.transpose(1, 2), alpha=self.scale)
-        weights = scores.softmax(-1, dtype=torch.float32).to(q_BhC.dtype)
-        return self._values(torch.bmm(weights, keys_BNC[..., : self.spec.kv_lora_rank]))
+        def attend(q_BhC: Tensor, group: DecodeGroup) -> Tensor:
+            keys_BNC = cache.index_select(0, group.slots).view(len(q_BhC), -1, cache.shape[1])
+            bias_B1N = group.bias_BN[:, None]
+            scores = torch.baddbmm(bias_B1N, q_BhC, keys_BNC.transpose(1, 2), alpha=self.scale)
+            weights = scores.softmax(-1, dtype=torch.float32).to(q_BhC.dtype)
+            return torch.bmm(weights, keys_BNC[..., : self.spec.kv_lora_rank])
+
+        return self._values(rows.attend(self._absorbed(q_nope, q_rope), attend))
 
     def _prefill(self, q_ThD: Tensor, cache: Tensor, rows: PrefillRows) -> Tensor:
         s = self.spec

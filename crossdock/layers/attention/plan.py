@@ -4,6 +4,7 @@ Rows go one of two ways. In ordinary mode sequences with one token are padded to
 others run one by one; in invariant mode every row is a query of its own over fixed key blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,16 +14,38 @@ from crossdock.core import ForwardBatch
 from crossdock.layers.rope import Rope
 
 KEY_BLOCK = 128
+SPLIT_GAIN = 1024
+"""Padded tokens that cost about what a further group of decodes does: some ten small operations."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeGroup:
+    """Rows `start` .. `end` of the decodes in the order of `DecodeRows`, padded to N cached tokens.
+    slots: [rows * N]; bias_BN: 0, or -inf where there is nothing to see."""
+
+    start: int
+    end: int
+    slots: Tensor
+    bias_BN: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeRows:
-    """The first `count` rows, one per sequence. slots: [count * N]; bias_BN: 0, or -inf where there
-    is nothing to see."""
+    """The first `count` rows, one per sequence, in groups of similar length. `order` sorts them for
+    the groups and `inverse` brings them back; None where one group takes all."""
 
     count: int
-    slots: Tensor
-    bias_BN: Tensor
+    groups: tuple[DecodeGroup, ...]
+    order: Tensor | None = None
+    inverse: Tensor | None = None
+
+    def attend(self, q_B: Tensor, attend: Callable[[Tensor, DecodeGroup], Tensor]) -> Tensor:
+        """`attend` group by group; results in the order of `q_B`."""
+        if self.order is None or self.inverse is None:
+            return attend(q_B, self.groups[0])
+        q_B = q_B.index_select(0, self.order)
+        parts = [attend(q_B[group.start : group.end], group) for group in self.groups]
+        return torch.cat(parts).index_select(0, self.inverse)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +96,22 @@ class AttentionPlanner:
 
     def _decodes(self, batch: ForwardBatch, page_size: int) -> DecodeRows:
         count = batch.num_decodes
-        pages = -(-max(batch.kv_lens[:count]) // page_size)
-        slots_BN = _slots(batch.page_table_BP[:count, :pages], page_size)
-        bias = self._bias(batch.positions_T[:count], slots_BN.shape[1])
-        return DecodeRows(count, slots_BN.flatten(), bias)
+        lens = batch.kv_lens[:count]
+        table_BP, positions_B = batch.page_table_BP[:count], batch.positions_T[:count]
+        order = inverse = None
+        rows = sorted(range(count), key=lambda row: -lens[row])
+        bounds = length_groups([lens[row] for row in rows])
+        if len(bounds) > 1:
+            order = torch.tensor(rows, device=positions_B.device)
+            inverse = order.argsort()
+            table_BP, positions_B = table_BP[order], positions_B[order]
+        groups = []
+        for start, end in bounds:
+            pages = -(-lens[rows[start]] // page_size)
+            slots_BN = _slots(table_BP[start:end, :pages], page_size)
+            bias = self._bias(positions_B[start:end], slots_BN.shape[1])
+            groups.append(DecodeGroup(start, end, slots_BN.flatten(), bias))
+        return DecodeRows(count, tuple(groups), order, inverse)
 
     def _prefills(self, batch: ForwardBatch, page_size: int) -> tuple[PrefillRows, ...]:
         rows, start = [], batch.num_decodes
@@ -113,6 +148,17 @@ class AttentionPlanner:
         dtype = torch.float32 if self.invariant else self.dtype
         bias_TN = torch.zeros(hidden_TN.shape, dtype=dtype, device=positions_T.device)
         return bias_TN.masked_fill_(hidden_TN, -torch.inf)
+
+
+def length_groups(lens: list[int]) -> list[tuple[int, int]]:
+    """Ranges of `lens` (falling), split wherever that saves `SPLIT_GAIN` padded tokens or more."""
+    saved = [(lens[0] - length) * (len(lens) - i) for i, length in enumerate(lens)]
+    best = max(range(len(lens)), key=saved.__getitem__)
+    if saved[best] < SPLIT_GAIN:
+        return [(0, len(lens))]
+    return length_groups(lens[:best]) + [
+        (best + start, best + end) for start, end in length_groups(lens[best:])
+    ]
 
 
 def _slots(pages_BP: Tensor, page_size: int) -> Tensor:

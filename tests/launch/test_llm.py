@@ -1,0 +1,240 @@
+"""The Python face over real rank processes, with the demo model."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from crossdock import LLM, SamplingParams
+from crossdock.core import CrossdockError, RequestError, UserError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.fixture(scope="module")
+def llm(request: pytest.FixtureRequest):
+    model = Path(__file__).parents[2] / "checkpoints" / "storyteller"
+    with LLM(str(model), ranks=4, device="cpu", max_num_batched_tokens=256) as engine:
+        yield engine
+        pids = engine.client.pids
+    assert alive(pids) == []
+
+
+def test_greedy_text_agrees_with_transformers_on_four_ranks(llm: LLM, storyteller: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(storyteller, dtype=torch.float32)
+    prompts = ["Once upon a time", "The old wolf looked at the moon and", "Far away in the north"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    for output in outputs:
+        ids = torch.tensor([output.prompt_token_ids])
+        want = reference.generate(
+            ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0
+        )[0, ids.shape[1] :]
+        assert output.outputs[0].token_ids == tuple(want.tolist())
+        assert output.outputs[0].finish_reason == "length"
+        assert output.outputs[0].text == llm.client.tokenizer.decode(want.tolist())
+
+
+def test_n_seeds_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=12, logprobs=2)
+    one, two = (llm.generate("The princess", params)[0] for _ in range(2))
+    texts = [c.text for c in one.outputs]
+    assert texts == [c.text for c in two.outputs] and len(set(texts)) > 1
+    for choice in one.outputs:
+        assert choice.logprobs is not None and len(choice.logprobs) == len(choice.token_ids)
+        for token_id, entry in zip(choice.token_ids, choice.logprobs, strict=True):
+            assert entry.token_id == token_id and entry.logprob <= 0 and len(entry.top) == 2
+            assert entry.top[0].logprob >= entry.top[1].logprob
+    assert llm.generate("The princess", GREEDY)[0].outputs[0].logprobs is None
+
+
+def test_stop_strings_end_the_text_and_free_the_rank(llm: LLM) -> None:
+    free = llm.generate("Once upon a time", GREEDY)[0].outputs[0].text
+    stop = free[10:16]
+    params = SamplingParams(temperature=0, max_tokens=24, stop=stop)
+    cut = llm.generate("Once upon a time", params)[0].outputs[0]
+    assert cut.text == free[: free.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    token = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=24, stop_token_ids=(token,))
+    cut = llm.generate("Once upon a time", params)[0].outputs[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", token)
+    assert all(s.values["scheduler"]["num_requests_running"] == 0 for s in llm.client.snapshots())
+
+
+def test_bad_prompts_and_params_start_nothing(llm: LLM) -> None:
+    for prompt, params, param in (
+        ([], GREEDY, "prompt"),
+        ([0, 5000], GREEDY, "prompt"),
+        ([5] * 1020, GREEDY, "max_tokens"),
+        ([5] * 5, SamplingParams(logit_bias={9999: 1.0}), "logit_bias"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.generate([prompt], params)
+        assert caught.value.param == param
+    with pytest.raises(RequestError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [GREEDY])
+    assert llm.client.num_open() == 0
+    assert llm.generate("And then", GREEDY)[0].outputs[0].text
+
+
+def test_many_requests_of_all_sorts_with_aborts_between(llm: LLM) -> None:
+    draw = random.Random(3)
+    prompts = [[draw.randrange(4, 4000) for _ in range(draw.randrange(1, 300))] for _ in range(40)]
+    params = [
+        SamplingParams(temperature=draw.choice([0, 1]), max_tokens=draw.randrange(1, 40),
+                       ignore_eos=True, seed=i, presence_penalty=draw.choice([0, 0.5]))
+        for i in range(40)
+    ]  # fmt: skip
+    for i in range(6):  # these are dropped in the middle and nobody minds
+        llm.client.submit(f"drop-{i}", prompts[i], params[i], lambda update: None)
+    for i in range(6):
+        llm.client.abort(f"drop-{i}")
+    outputs = llm.generate(prompts, params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [p.max_tokens for p in params]
+    ranks = llm.client.snapshots()
+    assert all(s.values["scheduler"]["num_requests_running"] == 0 for s in ranks)
+    experts = [sum(map(sum, s.values["expert_tokens"])) for s in ranks]
+    slots = [sum(map(sum, s.values["slot_tokens"])) for s in ranks]
+    assert sum(experts) == sum(slots) > 0  # every choice was run exactly once somewhere
+
+
+def test_shared_prefixes_are_cached_on_one_rank(llm: LLM) -> None:
+    prefix = list(range(100, 180))
+    llm.generate([[*prefix, 7]], GREEDY)
+    again = llm.generate([[*prefix, 8, 9]], GREEDY)[0]
+    assert again.metrics.num_cached_tokens == 80
+
+
+def test_idle_ranks_use_no_processor(llm: LLM) -> None:
+    """Counted in ticks of 10 ms over a second; a busy loop would take about a hundred."""
+
+    def ticks() -> list[int]:
+        fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+        return [int(f[11]) + int(f[12]) for f in fields]
+
+    pids = llm.client.pids
+    llm.generate("The end", GREEDY)
+    before = ticks()
+    time.sleep(1.0)
+    used = [b - a for a, b in zip(before, ticks(), strict=True)]
+    assert max(used) <= 20, used
+
+
+def test_prefix_hits_preemption_and_budgets_do_not_change_invariant_tokens(
+    storyteller: Path,
+) -> None:
+    """Each request alone on one rank against all of them mixed on four: tiny KV, two budgets."""
+    draw = random.Random(5)
+    shared = [draw.randrange(4, 4000) for _ in range(40)]
+    prompts = [
+        (shared if i % 2 else []) + [draw.randrange(4, 4000) for _ in range(draw.randrange(1, 60))]
+        for i in range(10)
+    ]
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=20, logprobs=3, ignore_eos=True)
+    settings = {"invariant": True, "device": "cpu", "max_model_len": 128, "page_size": 8}
+    with LLM(str(storyteller), ranks=1, **settings) as llm:
+        alone = [llm.generate([p], params)[0].outputs[0] for p in prompts]
+    preemptions = 0
+    for budget in (24, 100):
+        tiny = 1.05 * 128 * llm.client.spec.kv_bytes_per_token("float32") / 2**30
+        with LLM(
+            str(storyteller), ranks=4, kv_memory_gib=tiny, max_num_batched_tokens=budget, **settings
+        ) as mixed:
+            together = [o.outputs[0] for o in mixed.generate(prompts, params)]
+            for snapshot in mixed.client.snapshots():
+                preemptions += snapshot.values["scheduler"]["num_preemptions_total"]
+        assert together == alone
+    assert preemptions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cuda_greedy_tokens_equal_the_cpus(storyteller: Path, ranks: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    draw = random.Random(1)
+    prompts = [[draw.randrange(4, 4000) for _ in range(draw.randrange(1, 200))] for _ in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(str(storyteller), ranks=1, device="cpu") as cpu:
+        want = [o.outputs[0].token_ids for o in cpu.generate(prompts, params)]
+    with LLM(str(storyteller), ranks=ranks, device="cuda", dtype="float32") as cuda:
+        got = [o.outputs[0].token_ids for o in cuda.generate(prompts, params)]
+    assert got == want
+
+
+def wait_for_failure(llm: LLM, seconds: float) -> str:
+    deadline = time.monotonic() + seconds
+    while llm.client.failure is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert llm.client.failure is not None
+    return llm.client.failure
+
+
+def test_a_stopped_rank_is_named_after_the_deadline(storyteller: Path) -> None:
+    llm = LLM(str(storyteller), ranks=3, deadline_s=2.0)
+    pids = llm.client.pids
+    llm.generate("Once", GREEDY)
+    os.kill(pids[1], signal.SIGSTOP)
+    with pytest.raises(CrossdockError, match="rank 1, last seen in"):
+        llm.generate(["Once"] * 4, GREEDY)
+    with pytest.raises(CrossdockError, match="rank 1"):
+        llm.generate("Once", GREEDY)
+    llm.close()
+    assert alive(pids) == []
+
+
+def test_a_killed_rank_is_named_at_once(storyteller: Path) -> None:
+    llm = LLM(str(storyteller), ranks=2)  # the deadline is a minute
+    os.kill(llm.client.pids[1], signal.SIGKILL)
+    assert "rank 1 ended (killed by signal 9)" in wait_for_failure(llm, 20)
+    llm.close()
+    assert alive(llm.client.pids) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 3, "redundant_experts": 0}, "nearest values that work: 1"),
+        ({"ranks": 40, "redundant_experts": 0}, "more ranks than slots"),
+        ({"max_model_len": 5000}, "more than the model's"),
+        ({"kv_memory_gib": 0.0001}, "raise kv_memory_gib to at least"),
+        ({"ranks": 2, "transport": "local"}, "serves one rank"),
+        ({"threads": 2, "invariant": True}, "threads = 1"),
+    ],
+)
+def test_impossible_settings_are_refused_with_the_numbers(
+    storyteller: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        LLM(str(storyteller), **settings)  # type: ignore[arg-type]
+
+
+def test_a_damaged_checkpoint_is_one_clear_error(storyteller: Path, tmp_path: Path) -> None:
+    for file in storyteller.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(UserError, match=r"model\.safetensors"):
+        LLM(str(tmp_path), ranks=2)
+
+
+def test_three_ranks_and_collective_agree_with_one(storyteller: Path) -> None:
+    """11 slots a rank, one of them a replica; over gloo."""
+    with LLM(str(storyteller), ranks=1) as one:
+        want = one.generate(["Once upon a time", "The sea"], GREEDY)
+    with LLM(str(storyteller), ranks=3, transport="collective") as three:
+        assert three.client.info[0]["slots"] == 11
+        got = three.generate(["Once upon a time", "The sea"], GREEDY)
+    assert [o.outputs for o in got] == [o.outputs for o in want]

@@ -1,0 +1,18 @@
+"""The fast products against torch's own."""
+
+import pytest
+import torch
+
+from crossdock.layers import choose_products
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 33, 200])
+@torch.inference_mode()
+def test_cpu_float32_linear(rows: int) -> None:
+    matmul = choose_products(False, torch.device("cpu"), torch.float32).matmul
+    for inner, outer in ((1, 1), (7, 3), (48, 100), (256, 512)):
+        x, w, b = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer)
+        torch.testing.assert_close(matmul(x, w, b), x @ w.t() + b, rtol=1e-4, atol=1e-4)
+        wide = torch.randn(rows, inner + 5)  # rows cut out of a wider tensor
+        cut = wide[:, 2 : 2 + inner]
+        torch.testing.assert_close(matmul(cut, w, None), cut @ w.t(), rtol=1e-4, atol=1e-4)

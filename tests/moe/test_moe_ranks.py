@@ -1,0 +1,162 @@
+"""A whole layer over rank processes: against a dense reference, and invariant to the bit."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from crossdock.comm import SharedMemory, shm_bytes
+
+SCRIPT = Path(__file__).with_name("moe_rank.py")
+TOKENS, HIDDEN, WIDTH = 23, 36, 12
+
+
+def make_case(seed, experts, top_k, **settings):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+    return {
+        "x": normal(TOKENS, HIDDEN),
+        "keys": rng.integers(-(2**62), 2**62, TOKENS),
+        "router": normal(experts, HIDDEN),
+        "bias": normal(experts, scale=0.3),
+        "gate_up": normal(experts, 2 * WIDTH, HIDDEN, scale=0.2),
+        "down": normal(experts, HIDDEN, WIDTH, scale=0.3),
+        "experts": experts,
+        "top_k": top_k,
+        "dtype": "float32",
+        "invariant": False,
+        **settings,
+    }
+
+
+def over(case, size, slots, seed):
+    """The case on `size` ranks of `slots` slots: what is left over are replicas and empty slots."""
+    rng, experts = np.random.default_rng(seed), int(case["experts"])
+    rows = []
+    for _ in range(2):
+        rest = rng.integers(-1, experts, size * slots - experts)
+        rows.append(rng.permutation(np.concatenate([np.arange(experts), rest])))
+    owner = rng.integers(0, max(1, size - 1), TOKENS)  # the last of several ranks has no token
+    return {**case, "placement": np.array(rows), "owner": owner}
+
+
+def gather(results):
+    out = np.full((TOKENS, HIDDEN), np.nan, np.float32)
+    for result in results:
+        out[result["mine"]] = result["out"]
+    return out
+
+
+def dense(case):
+    x, router = case["x"].astype(np.float64), case["router"].astype(np.float64)
+    scores = 1 / (1 + np.exp(-x @ router.T))
+    chosen = np.argsort(-(scores + case["bias"]), axis=1)[:, : int(case["top_k"])]
+    out = 0.5 * x
+    for t, ids in enumerate(chosen):
+        weights = scores[t, ids] / scores[t, ids].sum() * 1.5
+        for e, weight in zip(ids, weights, strict=True):
+            gate, up = np.split(case["gate_up"][e] @ x[t], 2)
+            out[t] += weight * (case["down"][e] @ (gate / (1 + np.exp(-gate)) * up))
+    return out, np.bincount(chosen.ravel(), minlength=int(case["experts"]))
+
+
+def make_cases():
+    """name: (ranks, transport, case)."""
+    cases = {}
+    for size, slots, kind in ((1, 6, "local"), (2, 4, "shm"), (4, 2, "shm"), (3, 3, "collective")):
+        base = make_case(size, experts=6, top_k=3)
+        cases[f"{size} {kind}"] = (size, kind, over(base, size, slots, seed=size))
+    layouts = ((1, 4, "local"), (2, 3, "shm"), (5, 1, "shm"), (3, 2, "collective"))
+    for dtype in DTYPES:
+        base = make_case(11, experts=4, top_k=2, invariant=True, dtype=dtype)
+        for size, slots, kind in layouts:
+            case = over(base, size, slots, seed=size)
+            cases[f"invariant {dtype} {size} {kind}"] = (size, kind, case)
+    return cases
+
+
+DTYPES = ("float32", "bfloat16")
+CASES = make_cases()
+
+
+def run(root, cases, device):
+    """Of every case, by name: (case, what each of its ranks wrote). Starting processes is what
+    costs, so one set of them runs all cases."""
+    texts, memories = [], []
+    for name, (size, kind, case) in cases.items():
+        (root / name).mkdir()
+        np.savez(root / name / "case.npz", **case)
+        fd = -1
+        if kind == "shm":
+            invariant = bool(case["invariant"])
+            needed = shm_bytes(size, TOKENS, HIDDEN, int(case["top_k"]), 4, invariant)
+            memories.append(SharedMemory.create(needed))
+            fd = memories[-1].fd
+        texts.append(f"{size}:{fd}:{root / name}")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), device, *texts],
+            pass_fds=[memory.fd for memory in memories],
+        )
+        for rank in range(max(size for size, _, _ in cases.values()))
+    ]
+    try:
+        assert [process.wait(200) for process in processes] == [0] * len(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        for memory in memories:
+            memory.close_fd()
+    return {
+        name: (case, [dict(np.load(root / name / f"out{rank}.npz")) for rank in range(size)])
+        for name, (size, _, case) in cases.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("ranks"), CASES, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_on_cuda(tmp_path, dtype):
+    cases = {}
+    for size in range(1, min(2, torch.cuda.device_count()) + 1):
+        case = over(make_case(size, experts=6, top_k=3, dtype=dtype), size, 6, seed=size)
+        cases[str(size)] = (size, "cuda", case)
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    for case, ranks in run(tmp_path, cases, "cuda").values():
+        np.testing.assert_allclose(gather(ranks), dense(case)[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("invariant")])
+def test_a_layer_equals_the_dense_reference(results, name):
+    case, ranks = results[name]
+    expected, tokens_E = dense(case)
+    np.testing.assert_allclose(gather(ranks), expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(sum(r["tokens_E"] for r in ranks), tokens_E)
+    rows_P = np.concatenate([r["rows_S"] for r in ranks])
+    placed = case["placement"][1]
+    assert not rows_P[placed < 0].any()
+    served = [rows_P[placed == e].sum() for e in range(6)]
+    np.testing.assert_array_equal(served, tokens_E)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_invariant_bits_do_not_depend_on_ranks_or_placement(results, dtype):
+    names = [name for name in CASES if name.startswith(f"invariant {dtype}")]
+    case, alone = results[names[0]]
+    expected, _ = dense(case)
+    tolerance = 1e-4 if dtype == "float32" else 0.1
+    np.testing.assert_allclose(gather(alone), expected, rtol=tolerance, atol=tolerance)
+    for name in names[1:]:
+        np.testing.assert_array_equal(gather(results[name][1]), gather(alone), name)
