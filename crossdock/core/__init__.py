@@ -1,8 +1,8 @@
 """The nouns that every room may use. Imports no torch; tensor types appear for the checker only.
 
 Shape legend, as suffixes: T tokens on this rank, H hidden, E logical experts, P physical slots,
-S slots on this rank, K top-k, R ranks, N received rows, C slot capacity, F expert intermediate size,
-L layers, B sequences, D head size.
+S slots on this rank, K top-k, R ranks, N received rows, C slot capacity, F expert intermediate
+size, L layers, B sequences, D head size.
 """
 
 from crossdock.core.batch import ForwardBatch, Plan, Scheduled

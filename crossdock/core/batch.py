@@ -49,9 +49,9 @@ class ForwardBatch:
     sequences have one token each.
 
     tokens_T, positions_T: int64. kv_slots_T: int64, where each token's KV goes
-    (page * page_size + offset). keys_T: int64, a hash of (request, position) for the replica choice.
-    query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP: int64,
-    rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
+    (page * page_size + offset). keys_T: int64, a hash of (request, position), for the replica
+    choice. query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP:
+    int64, rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
     """
 
     tokens_T: "Tensor"

@@ -1,6 +1,6 @@
 """What a model is, in numbers: shapes, routing, positions, and what they cost.
 
-Knows neither torch nor any checkpoint's code. `hf_config.py` makes a `ModelSpec` from a config.json.
+Knows neither torch nor any checkpoint's code; `hf_config.py` makes it from a config.json.
 """
 
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ class GQASpec:
 
 @dataclass(frozen=True)
 class MLASpec:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1). The cache holds latent and rope key."""
+    """Multi-head latent attention (DeepSeek-V2, section 2.1); cached are latent and rope key."""
 
     num_heads: int
     q_lora_rank: int | None

@@ -33,9 +33,10 @@ class Received:
 class Transport(Protocol):
     """Moves rows to the ranks that hold their experts, and home. Built for one topology.
 
-    `per_expert` False: combine takes y_NH, rows already reduced (weighted, fp32) over the experts of
-    this rank, and home sums them in rank order. True (invariant mode): combine takes y_NKH,
-    unweighted, and home weighs and sums them in top-k order. Rows travel in x's dtype, sums are fp32.
+    `per_expert` False: combine takes y_NH, rows already reduced (weighted, fp32) over the experts
+    of this rank, and home sums them in rank order. True (invariant mode): combine takes y_NKH,
+    unweighted, and home weighs and sums them in top-k order. Rows travel in x's dtype; sums are
+    fp32.
     """
 
     per_expert: bool
@@ -67,7 +68,7 @@ class Group(Protocol):
 
 
 class KV(Protocol):
-    """The cache of one layer: `tensors` as layers/attention wants them, [pages * page_size, ...]."""
+    """Cached tokens: the tensors of each layer that its attention wants, [slots, ...]."""
 
     page_size: int
 

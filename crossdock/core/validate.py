@@ -1,4 +1,4 @@
-"""The ranges of sampling parameters. One place, so that the API and Python refuse the same things."""
+"""The ranges of sampling parameters, in one place: the API and Python refuse the same things."""
 
 import math
 from typing import TYPE_CHECKING

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from crossdock.core import CrossdockError, EngineConfig, RequestError, SamplingParams
@@ -136,9 +137,8 @@ class LLM:
             for name, request in zip(ids, requests, strict=True):
                 request.updates = [[] for _ in range(request.params.n)]
                 request.started = time.perf_counter()
-                self.client.submit(
-                    name, request.prompt_ids, request.params, lambda u, r=request: listen(r, u)
-                )
+                on_update = partial(listen, request)
+                self.client.submit(name, request.prompt_ids, request.params, on_update)
                 submitted.append(name)
             with changed:
                 changed.wait_for(lambda: all(r.open == 0 for r in requests))

@@ -1,6 +1,7 @@
 """Starting an engine on this host: `launch(config)` gives a client whose ranks are ready."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -53,13 +54,13 @@ def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         )
     if device == "cuda" and config.invariant:
         raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
-    return replace(
-        config,
-        device=device,
-        transport=resolve_transport(config.transport, config.ranks, device),
-        dtype=resolve_dtype(config, spec, device),
-        max_model_len=resolve_max_model_len(config, spec),
-    )
+    derived: dict[str, Any] = {
+        "device": device,
+        "transport": resolve_transport(config.transport, config.ranks, device),
+        "dtype": resolve_dtype(config, spec, device),
+        "max_model_len": resolve_max_model_len(config, spec),
+    }
+    return replace(config, **derived)
 
 
 def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 EXCHANGE_BUCKETS_S = (
-    25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 51.2e-3, 0.2, 1.0,
+    25e-6, 50e-6, 100e-6, 200e-6, 400e-6, 800e-6, 1.6e-3, 3.2e-3, 6.4e-3, 12.8e-3, 51.2e-3,
+    0.2, 1.0,
 )  # fmt: skip
 
 
@@ -33,9 +34,9 @@ class Histogram:
 class Recorder:
     """Counters (`add`), timed parts (`span`), histograms of some of them, and pulled sources.
 
-    Parts in use: "step", "agree", "attention", "router", "dispatch", "experts", "shared", "combine",
-    "wait" (for other ranks; also counted in the part that waited), "sample". On a GPU a span times
-    the host's side of a part alone.
+    Parts in use: "step", "agree", "attention", "router", "dispatch", "experts", "shared",
+    "combine", "wait" (for other ranks; also counted in the part that waited), "sample". On a GPU a
+    span times the host's side of a part alone.
     """
 
     def __init__(self, histograms: tuple[str, ...] = ("dispatch", "combine")):

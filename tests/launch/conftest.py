@@ -38,7 +38,8 @@ def _run_ranks(
     ranks = config["ranks"]
     memory = SharedMemory.create(shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant"))))
     job = {
-        "chunk": 1000, "prefill": 0, "stagger": 0, "config": {"device": "cpu", **config}, "prompts": prompts,
+        "chunk": 1000, "prefill": 0, "stagger": 0, "prompts": prompts,
+        "config": {"device": "cpu", **config},
         "rendezvous": str(out / f"store-{np.random.default_rng().integers(1 << 62)}"), **job,
     }  # fmt: skip
     processes = [

@@ -1,8 +1,8 @@
 """A rank process of test_ranks_logits.py: runs its share of a script and saves every logit.
 
-Arguments: rank, descriptor of the shared memory, JSON job, output file. The job: "config" (fields of
-EngineConfig), "prompts" (token lists; rank r takes every R-th), "chunk" (tokens of a sequence per
-step while its prompt lasts), "prefill" (prompt tokens; the rest is fed one by one), "stagger".
+Arguments: rank, descriptor of the shared memory, JSON job, output file. The job: "config" (fields
+of EngineConfig), "prompts" (token lists; rank r takes every R-th), "chunk" (tokens of a sequence
+per step while its prompt lasts), "prefill" (prompt tokens; the rest is fed one by one), "stagger".
 """
 
 import json

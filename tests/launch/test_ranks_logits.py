@@ -1,4 +1,4 @@
-"""Every architecture on 1, 2 and 4 ranks against transformers, logit by logit, and in invariant mode
+"""Every architecture on 1, 2 and 4 ranks against transformers, logit by logit; in invariant mode
 against itself, bit by bit."""
 
 from pathlib import Path
@@ -86,7 +86,8 @@ def test_cuda_logits_agree_with_transformers(case, ranks: int, run_ranks) -> Non
     model, path = case
     texts = prompts(ranks, (41, 1, 23, 37, 9))
     config = {"model": str(path), "ranks": ranks, "max_num_batched_tokens": 64, "page_size": 4,
-              "device": "cuda", "dtype": "float32", "max_num_seqs": 8, "kv_memory_gib": 0.02}  # fmt: skip
+              "device": "cuda", "dtype": "float32"}  # fmt: skip
+    config |= {"max_num_seqs": 8, "kv_memory_gib": 0.02}
     got = run_ranks(config, texts, chunk=7, prefill=25, stagger=1)
     for text, logits in zip(texts, got, strict=True):
         with torch.inference_mode():

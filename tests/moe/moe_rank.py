@@ -1,7 +1,7 @@
 """One rank process of the MoE tests: runs its share of the tokens of each case through one layer.
 
-Run as `python moe_rank.py RANK DEVICE SIZE:SHM_FD:DIRECTORY ...`. A case is DIRECTORY/case.npz and runs on
-the first SIZE ranks; each writes DIRECTORY/out<RANK>.npz.
+Run as `python moe_rank.py RANK DEVICE SIZE:SHM_FD:DIRECTORY ...`. A case is DIRECTORY/case.npz; it
+runs on the first SIZE ranks, each of which writes DIRECTORY/out<RANK>.npz.
 """
 
 import os
