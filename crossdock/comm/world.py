@@ -1,5 +1,6 @@
 """A rank's place among the others: made once per process, passed to whoever needs it."""
 
+import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from crossdock.comm.shm import ShmTransport
 from crossdock.comm.waiting import Waiter
 from crossdock.core import ConfigError, Lockstep, Member, Topology, Transport
 from crossdock.metrics import Recorder
+
+_SPIN_S = 1e-3
 
 SHM = "shm"
 """Key of the shared memory's descriptor in `fds`."""
@@ -94,7 +97,8 @@ def build_world(
     memory = SharedMemory.attach(fds[SHM]) if SHM in fds else None
     board = Board(rank, size, memory)
     board.enter("start")
-    waiter = Waiter(board, deadline_s)
+    alone = len(os.sched_getaffinity(0)) >= size
+    waiter = Waiter(board, deadline_s, spin_s=_SPIN_S if alone else 0.0)
     shared_flags = memory is not None and has_total_store_order()
     lockstep: Lockstep = LocalLockstep()
     if size > 1 and memory is not None and shared_flags:
