@@ -4,7 +4,7 @@ A dataclass travels as an object with its class under "$"; arrays come back as t
 """
 
 import json
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from crossdock.core.config import EngineConfig
@@ -113,13 +113,20 @@ def decode(data: bytes) -> Any:
         raise CrossdockError(f"a message on the rank channel is malformed: {error}") from None
 
 
+# Field names and defaults; what equals its default does not travel, since tokens are many.
+_FIELDS = {cls: tuple((f.name, f.default) for f in fields(cls)) for cls in _CLASSES.values()}
+
+
 def _to_dict(value: Any) -> dict[str, Any]:
-    if is_dataclass(value) and type(value).__name__ in _CLASSES:
-        return {
-            "$": type(value).__name__,
-            **{f.name: getattr(value, f.name) for f in fields(value)},
-        }
-    raise TypeError(f"{type(value).__name__} does not travel between processes")
+    known = _FIELDS.get(type(value))
+    if known is None:
+        raise TypeError(f"{type(value).__name__} does not travel between processes")
+    message = {"$": type(value).__name__}
+    for name, default in known:
+        item = getattr(value, name)
+        if item is not default:
+            message[name] = item
+    return message
 
 
 def _from_dict(value: dict[str, Any]) -> Any:
