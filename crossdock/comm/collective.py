@@ -74,7 +74,7 @@ class CollectiveTransport:
         size, slots_TK = self._size, routing.slots_TK
         dest_TK = torch.div(slots_TK, self._slots, rounding_mode="floor")
         # Column R takes the -1s; what remains says which rank needs which token, once.
-        hit_TR = torch.zeros(len(x_TH), size + 1, dtype=torch.bool, device=x_TH.device)
+        hit_TR = torch.zeros(x_TH.shape[0], size + 1, dtype=torch.bool, device=x_TH.device)
         hit_TR.scatter_(1, dest_TK.masked_fill(dest_TK < 0, size), True)
         rank_M, token_M = hit_TR[:, :size].t().nonzero().unbind(1)
         rows_R = torch.bincount(rank_M, minlength=size)

@@ -115,7 +115,7 @@ class ShmTransport:
         Raises:
             CapacityError: more tokens than the buffers were made for.
         """
-        tokens = len(x_TH)
+        tokens = x_TH.shape[0]
         self._check(x_TH)
         epoch = self._epoch + 1
         buffer_set = epoch % SETS
@@ -200,7 +200,7 @@ class ShmTransport:
             RankLost: a rank did not come within the deadline.
         """
         sent = pending.sent
-        buffer_set, tokens = sent.epoch % SETS, len(sent.x_TH)
+        buffer_set, tokens = sent.epoch % SETS, sent.x_TH.shape[0]
         home_CH = self._home_CH[buffer_set]
         if self.per_expert:
             self._await(_COMBINE, sent.epoch)
@@ -241,9 +241,9 @@ class ShmTransport:
         return [bounds[r + 1] - bounds[r] for r in range(self._size)]
 
     def _check(self, x_TH: Tensor) -> None:
-        if len(x_TH) > self._max_tokens:
+        if x_TH.shape[0] > self._max_tokens:
             raise CapacityError(
-                f"{len(x_TH)} tokens in a step, the buffers hold {self._max_tokens} per rank "
+                f"{x_TH.shape[0]} tokens in a step, the buffers hold {self._max_tokens} per rank "
                 "(max_num_batched_tokens)"
             )
         if x_TH.shape[1] != self._hidden or x_TH.dtype != self._dtype:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from crossdock.comm.board import Board
 from crossdock.core import RankLost
 
-_SLEEP_S = 30e-6
+_SLEEP_S = 50e-6
 _LONG_S, _LONG_SLEEP_S = 20e-3, 200e-6
 """After this long nothing is urgent any more."""
 

@@ -135,7 +135,7 @@ def build_decoder(
         embedding_VH=embedding_VH,
         layers=[_layer(load, family, moe_context, i) for i in range(spec.num_layers)],
         norm=load.norm("model.norm"),
-        head_VH=embedding_VH if tied else source.get("lm_head.weight", (V, H)),
+        head_VH=products.pack(embedding_VH if tied else source.get("lm_head.weight", (V, H))),
         planner=AttentionPlanner(rope, context.dtype, window, context.invariant),
         products=products,
         recorder=context.recorder,

@@ -64,13 +64,14 @@ LoadAttention = Callable[[Loader, str], Attention]
 def load_gqa(load: Loader, prefix: str) -> Attention:
     """q_proj, k_proj, v_proj and o_proj, with q_norm and k_norm where the spec has them."""
     s, get, H = load.spec.attention, load.source.get, load.spec.hidden_size
+    pack = load.products.pack
     assert isinstance(s, GQASpec)
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     norms = {"none": None, "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
     weights = GQAWeights(
-        qkv=torch.cat([get(f"{prefix}.{name}.weight", (n, H)) for name, n in parts]),
-        out=get(f"{prefix}.o_proj.weight", (H, q)),
+        qkv=pack(torch.cat([get(f"{prefix}.{name}.weight", (n, H)) for name, n in parts])),
+        out=pack(get(f"{prefix}.o_proj.weight", (H, q))),
         qkv_bias=torch.cat([get(f"{prefix}.{name}.bias", (n,)) for name, n in parts])
         if s.bias
         else None,
@@ -84,6 +85,7 @@ def load_gqa(load: Loader, prefix: str) -> Attention:
 def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
     """DeepSeek's names; rotated rows come out in half-split order."""
     s, get, H = load.spec.attention, load.source.get, load.spec.hidden_size
+    pack = load.products.pack
     assert isinstance(s, MLASpec)
     head = s.qk_nope_head_dim + s.qk_rope_head_dim
     q_rows, q_rank = s.num_heads * head, s.q_lora_rank
@@ -103,12 +105,12 @@ def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
         bias = torch.cat((q_bias, get(f"{kv_a}.bias", (s.kv_width,))[kv_order]))
     up = s.num_heads * (s.qk_nope_head_dim + s.v_head_dim)
     weights = MLAWeights(
-        a=torch.cat((q_a, get(f"{kv_a}.weight", (s.kv_width, H))[kv_order])),
+        a=pack(torch.cat((q_a, get(f"{kv_a}.weight", (s.kv_width, H))[kv_order]))),
         kv_norm=get(f"{prefix}.kv_a_layernorm.weight", (s.kv_lora_rank,)),
         kv_b=get(f"{prefix}.kv_b_proj.weight", (up, s.kv_lora_rank)),
-        out=get(f"{prefix}.o_proj.weight", (H, s.num_heads * s.v_head_dim)),
+        out=pack(get(f"{prefix}.o_proj.weight", (H, s.num_heads * s.v_head_dim))),
         q_norm=q_norm,
-        q_b=q_b,
+        q_b=None if q_b is None else pack(q_b),
         a_bias=bias,
         out_bias=get(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
     )
@@ -130,10 +132,11 @@ def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:
 def load_mlp(load: Loader, prefix: str, width: int) -> DenseMLP:
     """gate_proj, up_proj and down_proj."""
     get, H, bias = load.source.get, load.spec.hidden_size, load.spec.mlp_bias
+    pack = load.products.pack
     gate_up = [get(f"{prefix}.{name}.weight", (width, H)) for name in ("gate_proj", "up_proj")]
     return DenseMLP(
-        torch.cat(gate_up),
-        get(f"{prefix}.down_proj.weight", (H, width)),
+        pack(torch.cat(gate_up)),
+        pack(get(f"{prefix}.down_proj.weight", (H, width))),
         load.products,
         load.group,
         torch.cat([get(f"{prefix}.{name}.bias", (width,)) for name in ("gate_proj", "up_proj")])

@@ -38,7 +38,7 @@ class GroupedExperts:
         self._few_rows = _FEW_ROWS if context.device.type == "cpu" else 0
 
     def __call__(self, permuted: Permuted) -> Tensor:
-        if len(permuted.x_MH) <= self._few_rows:
+        if permuted.x_MH.shape[0] <= self._few_rows:
             return self._few(permuted)
         ends_S = permuted.ends_S.to(torch.int32)
         h_MF = F.grouped_mm(permuted.x_MH, self._gate_up_SHF, offs=ends_S)

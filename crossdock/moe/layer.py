@@ -70,7 +70,7 @@ class MoELayer:
 
     def _run(self, received: Received) -> Tensor:
         """permute -> experts -> unpermute, in pieces where there are very many rows."""
-        N, step = len(received.x_NH), self._rows_at_once
+        N, step = received.x_NH.shape[0], self._rows_at_once
         if step >= N:
             return self._run_piece(received)
         parts = zip(
@@ -82,7 +82,7 @@ class MoELayer:
         return torch.cat([self._run_piece(Received("rows", *part)) for part in parts])
 
     def _run_piece(self, received: Received) -> Tensor:
-        permuted = permute(received, len(self._rows_S))
+        permuted = permute(received, self._rows_S.shape[0])
         self._rows_S.add_(permuted.counts_S)
         out_MH = self.experts(permuted)
         restore = unpermute_per_expert if self._transport.per_expert else unpermute

@@ -42,7 +42,7 @@ def permute(received: Received, num_slots: int) -> Permuted:
 def unpermute(out_MH: Tensor, permuted: Permuted, received: Received) -> Tensor:
     """[N, H], each row's experts weighted and summed in fp32; zero for rows without a slot."""
     slots_NK, weights_NK = received.slots_NK, received.weights_NK
-    if not len(out_MH):
+    if not out_MH.shape[0]:
         return out_MH.new_zeros(len(slots_NK), out_MH.shape[1])
     back_M = torch.empty_like(permuted.order_M)
     back_M.scatter_(0, permuted.order_M, torch.arange(len(back_M), device=back_M.device))

@@ -21,7 +21,8 @@ class Router:
     def __init__(self, spec: MoESpec, index: int, weights: MoEWeights, context: MoEContext):
         if spec.num_experts > 1 << _ID_BITS:
             raise ValueError(f"at most {1 << _ID_BITS} experts, got {spec.num_experts}")
-        self.spec, self.weights = spec, weights
+        self.spec = spec
+        self.router_EH, self.bias_E = weights.router_EH, weights.bias_E
         self.slot_map = SlotMap(context.placement, index, context.device)
         self._matmul, self._invariant = context.matmul, context.invariant
         self._tokens_E = context.load.tokens_LE[index]
@@ -37,8 +38,8 @@ class Router:
 
     def choose(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """`(ids_TK, weights_TK)`: logical experts by falling score, and their fp32 weights."""
-        spec, bias_E = self.spec, self.weights.bias_E
-        scores_TE = self._scores(self._matmul(x_TH.float(), self.weights.router_EH, None))
+        spec, bias_E = self.spec, self.bias_E
+        scores_TE = self._scores(self._matmul(x_TH.float(), self.router_EH, None))
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if spec.num_groups > 1:
             choice_TE = self._within_groups(choice_TE)
@@ -64,7 +65,7 @@ class Router:
         """-inf for the experts outside the best groups."""
         spec = self.spec
         choice_TGE = choice_TE.view(
-            len(choice_TE), spec.num_groups, spec.num_experts // spec.num_groups
+            choice_TE.shape[0], spec.num_groups, spec.num_experts // spec.num_groups
         )
         if spec.group_score == "max":
             groups_TG = choice_TGE.amax(dim=-1)
@@ -85,7 +86,7 @@ class Router:
         if scores_TE.numel() <= _SORTED_SCORES:
             return scores_TE.sort(dim=-1, descending=True, stable=True)[1][:, :k].contiguous()
         bits_TE = scores_TE.view(torch.int32)
-        if self.weights.bias_E is not None:  # else no score is negative but the -inf of groups
+        if self.bias_E is not None:  # else no score is negative but the -inf of groups
             bits_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
         low_bits = self._low_bits_E[-scores_TE.shape[1] :]
         keys_TE = (bits_TE.long() << _ID_BITS).add_(low_bits)

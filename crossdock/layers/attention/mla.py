@@ -108,7 +108,7 @@ class MLAttention:
 
     def _decode(self, q_nope: Tensor, q_rope: Tensor, cache: Tensor, rows: DecodeRows) -> Tensor:
         def attend(q_BhC: Tensor, group: DecodeGroup) -> Tensor:
-            keys_BNC = cache.index_select(0, group.slots).view(len(q_BhC), -1, cache.shape[1])
+            keys_BNC = cache.index_select(0, group.slots).view(q_BhC.shape[0], -1, cache.shape[1])
             bias_B1N = group.bias_BN[:, None]
             scores = torch.baddbmm(bias_B1N, q_BhC, keys_BNC.transpose(1, 2), alpha=self.scale)
             weights = scores.softmax(-1, dtype=torch.float32).to(q_BhC.dtype)
