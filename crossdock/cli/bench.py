@@ -178,6 +178,29 @@ def comm(
     finish(report.document(), render(report), out, output)
 
 
+def startup(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Argument(help="A Hugging Face directory or id.")],
+    ranks: Annotated[str, typer.Option(help="Ranks; a list takes turns.")] = "4",
+    repeats: Annotated[int, typer.Option(min=1, help="Starts of each.")] = 5,
+    idle: Annotated[float, typer.Option(help="Seconds without a request.")] = 10.0,
+    target: Annotated[float | None, typer.Option(help="Seconds to be ready in.")] = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """A server before its first request: seconds to ready, processor while idle, memory."""
+    from crossdock.bench import startup as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.report import parse_counts
+
+    options = bench.StartupOptions(model, parse_counts(ranks, "--ranks"), repeats, idle, target)
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        starts = bench.run_startup(options, on_progress)
+    report = bench.report(options, starts, command_line())
+    finish(report.document(), render(report), out, output)
+
+
 def command_line() -> str:
     """As it was typed."""
     return " ".join(["crossdock", *sys.argv[1:]])

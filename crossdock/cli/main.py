@@ -32,6 +32,7 @@ def build_app() -> typer.Typer:
     benches.command("engine")(bench.engine)
     benches.command("serve")(bench.serve)
     benches.command("comm")(bench.comm)
+    benches.command("startup")(bench.startup)
     return app
 
 

@@ -21,7 +21,7 @@ from crossdock.comm.waiting import Waiter
 from crossdock.core import ConfigError, Lockstep, Member, Topology, Transport
 from crossdock.metrics import Recorder
 
-_SPIN_S = 1e-3
+_SPIN_S, _SHARED_SPIN_S = 1e-3, 200e-6
 
 SHM = "shm"
 """Key of the shared memory's descriptor in `fds`."""
@@ -98,7 +98,7 @@ def build_world(
     board = Board(rank, size, memory)
     board.enter("start")
     alone = len(os.sched_getaffinity(0)) >= size
-    waiter = Waiter(board, deadline_s, spin_s=_SPIN_S if alone else 0.0)
+    waiter = Waiter(board, deadline_s, spin_s=_SPIN_S if alone else _SHARED_SPIN_S)
     shared_flags = memory is not None and has_total_store_order()
     lockstep: Lockstep = LocalLockstep()
     if size > 1 and memory is not None and shared_flags:

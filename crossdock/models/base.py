@@ -100,9 +100,10 @@ class Decoder:
                 with self.recorder.span("attention"):
                     x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
             if layer.moe is not None:
-                y_TH = yield from layer.moe.forward(layer.ffn_norm(x_TH), batch.keys_T)
+                h_TH = x_TH if idle else layer.ffn_norm(x_TH)
+                y_TH = yield from layer.moe.forward(h_TH, batch.keys_T)
                 x_TH = x_TH + y_TH
-            elif layer.mlp is not None:
+            elif layer.mlp is not None and not idle:
                 x_TH = x_TH + layer.mlp(layer.ffn_norm(x_TH))
         return self.norm(x_TH)
 

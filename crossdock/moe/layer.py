@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from crossdock.core import MoESpec, Received
+from crossdock.core import MoESpec, Received, Routing
 from crossdock.moe.context import MoEContext, MoEWeights
 from crossdock.moe.experts import build_experts
 from crossdock.moe.permute import permute, unpermute, unpermute_per_expert
@@ -33,6 +33,11 @@ class MoELayer:
         # Per (row, k): the row, the gate and up halves, their product, the output, and fp32 sums.
         H, F, itemsize = weights.down_SHF.shape[1], spec.intermediate_size, context.dtype.itemsize
         entry_bytes = (2 * H + 3 * F) * itemsize + 4 * H
+        self._top_k = spec.top_k
+        self._nothing = Routing(
+            torch.empty(0, spec.top_k, dtype=torch.int64, device=context.device),
+            torch.empty(0, spec.top_k, device=context.device),
+        )
         self._rows_at_once = max(1, _WORKSPACE_BYTES // (spec.top_k * entry_bytes))
 
     def forward(self, x_TH: Tensor, keys_T: Tensor) -> Generator[None, None, Tensor]:
@@ -43,7 +48,8 @@ class MoELayer:
         """
         clock, observe, transport = time.perf_counter, self._recorder.observe, self._transport
         t0 = clock()
-        routing = self.router(x_TH, keys_T)
+        idle = x_TH.shape[0] == 0  # such a rank makes the others wait for all it does
+        routing = self._nothing if idle else self.router(x_TH, keys_T)
         t1 = clock()
         observe("router", t1 - t0)
         self._board.enter("dispatch", self._index)
@@ -51,7 +57,7 @@ class MoELayer:
         begun = clock() - t1
         yield
         shared_TH = None
-        if self.shared is not None:
+        if self.shared is not None and not idle:
             t2 = clock()
             shared_TH = self.shared(x_TH)
             observe("shared", clock() - t2)
@@ -71,6 +77,9 @@ class MoELayer:
     def _run(self, received: Received) -> Tensor:
         """permute -> experts -> unpermute, in pieces where there are very many rows."""
         N, step = received.x_NH.shape[0], self._rows_at_once
+        if N == 0:
+            shape = (0, self._top_k) if self._transport.per_expert else (0,)
+            return received.x_NH.view(*shape, received.x_NH.shape[1])
         if step >= N:
             return self._run_piece(received)
         parts = zip(

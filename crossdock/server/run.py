@@ -41,8 +41,8 @@ def claim_port(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
-        # Connections inherit it. asyncio sets it only where a socket names its protocol, and without
-        # it the second small write of a kept connection waits 40 ms for a delayed acknowledgement.
+        # Connections inherit it; asyncio sets it only where a socket names its protocol. Without it
+        # the second small write of a kept connection waits 40 ms for a delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
