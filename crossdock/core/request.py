@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crossdock.core.validate import check_sampling
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -34,8 +36,6 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        from crossdock.core.validate import check_sampling
-
         # Python callers may pass a single stop string, lists, and a dict of biases.
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
