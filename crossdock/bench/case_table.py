@@ -10,43 +10,45 @@ from crossdock.bench.report import Case, Report
 
 
 def render(report: Report) -> RenderableType:
-    """One row per case, then where the steps' time went, if the cases tell."""
-    table = Table(title=f"{report.command}\n{report.device}", title_justify="left")
-    for column in ("", "what"):
-        table.add_column(column, overflow="fold")
-    for column in ("median", "quartiles", "unit", "n", "target"):
+    """The cases under their names, then where the steps' time went, if the cases tell."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", overflow="fold")
+    for column in ("median", "quartiles", "n", "target"):
         table.add_column(column, justify="right", no_wrap=True)
-    for case in report.cases:
-        table.add_row(
-            case.name,
-            _what(case),
-            _number(case.median),
-            " - ".join(_number(q) for q in case.quartiles),
-            case.unit,
-            str(case.n),
-            _target(case),
-        )
+    for name, unit in dict.fromkeys((case.name, case.unit) for case in report.cases):
+        table.add_row(Text(f"{name.replace('_', ' ')}, {unit}", style="bold"))
+        for case in report.cases:
+            if (case.name, case.unit) == (name, unit):
+                table.add_row(
+                    f"  {_what(case)}",
+                    _number(case.median),
+                    " - ".join(_number(q) for q in case.quartiles),
+                    str(case.n),
+                    _target(case),
+                )
+    shown: list[RenderableType] = [Text(f"{report.command}\n{report.device}\n"), table]
     parts = [case for case in report.cases if "parts_ms" in case.more]
-    return Group(table, _parts(parts)) if parts else table
+    return Group(*shown, "", _parts(parts)) if parts else Group(*shown)
 
 
 def _what(case: Case) -> str:
     if "variant" in case.shape:
-        other = f" to {case.shape['to']}" if "to" in case.shape else ""
+        other = f" / {case.shape['to']}" if "to" in case.shape else ""
         return f"{case.shape['variant']}{other}"
     return " ".join(f"{key}={value}" for key, value in case.shape.items())
 
 
 def _parts(cases: list[Case]) -> Table:
     """`wait` is the part of agree, dispatch and combine spent on slower ranks."""
-    table = Table(title="milliseconds of a step (wait is within the others)", title_justify="left")
-    table.add_column("part")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("ms of a step")
     for case in cases:
         table.add_column(_what(case), justify="right")
     for part in cases[0].more["parts_ms"]:
-        table.add_row(part, *(f"{case.more['parts_ms'][part]:.2f}" for case in cases))
+        name = "wait, within the others" if part == "wait" else part
+        table.add_row(f"  {name}", *(f"{case.more['parts_ms'][part]:.2f}" for case in cases))
     table.add_row(
-        "step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold"
+        "  step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold"
     )
     return table
 

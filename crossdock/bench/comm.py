@@ -64,7 +64,7 @@ def run_comm(
                 seconds[transport, tokens] = []
             for turn in range(options.repeats):
                 for transport in TRANSPORTS:
-                    on_progress(f"{tokens} tokens, {turn + 1} of {options.repeats}: {transport}")
+                    on_progress(f"tokens {tokens}, {turn + 1} of {options.repeats}: {transport}")
                     took = _exchange(ranks, transport, tokens, options.exchanges)
                     seconds[transport, tokens].append(took)
     return CommRun(options, seconds)
@@ -118,13 +118,14 @@ def _cases(run: CommRun, tokens: int) -> Iterator[Case]:
         "experts": options.experts,
         "top_k": options.top_k,
     }
+    where = f"{options.ranks} ranks, {tokens} token" + "s" * (tokens > 1) + " each"
     cases = {
         kind: case_of(
             "exchange",
             [1e6 * s for s in run.seconds[kind, tokens]],
             "us",
             "lower",
-            {"variant": f"{kind}, {options.ranks} ranks, {tokens} tokens each", **shape},
+            {"variant": f"{kind}, {where}", **shape},
         )
         for kind in TRANSPORTS
     }
@@ -139,7 +140,7 @@ def _cases(run: CommRun, tokens: int) -> Iterator[Case]:
         ],
         "x",
         "higher",
-        {"variant": f"{options.ranks} ranks, {tokens} tokens each", **shape},
+        {"variant": where, **shape},
         against={kind: case.median for kind, case in cases.items()},
         target=options.target,
     )

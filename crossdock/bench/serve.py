@@ -39,7 +39,6 @@ class ServeOptions:
     warmup: int = 4
     slo: dict[str, float] | None = None
     seed: int = 0
-    devices: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def run_load(options: ServeOptions, on_progress: OnProgress = lambda done, total
 async def _run_load(options: ServeOptions, on_progress: OnProgress) -> ServeRun:
     client = Client(options.url, options.api_key)
     try:
-        target = await discover(client, options.model, options.devices)
+        target = await discover(client, options.model)
         points = [
             Point(concurrency, options.request_rate, input_len, output_len)
             for input_len, output_len, concurrency in product(
@@ -267,8 +266,9 @@ def report(run: ServeRun, command: str) -> Report:
         for p in run.points
     ]
     server = {"url": run.options.url, "model": run.target.model, **run.target.facts}
-    device = str(run.target.facts.get("device") or cpu_name())
-    return Report(command, device, tuple(cases), {"server": server, "points": points})
+    device = run.target.facts.get("device", "cpu")
+    notes = {"server": server, "seed": run.options.seed, "points": points}
+    return Report(command, cpu_name() if device == "cpu" else device, tuple(cases), notes)
 
 
 def _shape(options: ServeOptions, point: Point) -> dict[str, Any]:

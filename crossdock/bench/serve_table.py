@@ -2,6 +2,7 @@
 
 from math import isnan
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -24,9 +25,9 @@ def render(run: ServeRun) -> RenderableType:
 
 def _totals(run: ServeRun, p: PointResult) -> Table:
     result, devices = p.result, run.target.devices
-    table = Table(title=f"{run.target.model} at {run.options.url}", title_justify="left")
-    table.add_column("")
-    table.add_column("total", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(f"{run.target.model} at {run.options.url}", overflow="fold")
+    table.add_column("total", justify="right", no_wrap=True)
     table.add_column(f"per device ({devices})" if devices else "per device", justify="right")
     table.add_row("successes", str(result.successes), "")
     style = "bold red" if result.failures else ""
@@ -49,7 +50,7 @@ def _totals(run: ServeRun, p: PointResult) -> Table:
 
 
 def _latencies(p: PointResult) -> Table:
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("ms")
     for column in ("mean", "median", "p90", "p99"):
         table.add_column(column, justify="right")
@@ -60,36 +61,53 @@ def _latencies(p: PointResult) -> Table:
     return table
 
 
-def _sweep(run: ServeRun) -> Table:
-    devices = run.target.devices
-    title = f"{run.target.model} at {run.options.url}; milliseconds, medians and p99"
-    table = Table(title=title, title_justify="left", padding=(0, 0), collapse_padding=True)
-    goodput = run.options.slo is not None
-    for column in (
-        "load", "in", "out", "ok", "fail", "req/s", "in tok/s", "out tok/s", "/device",
-        "TTFT", "p99", "TPOT", "p99", "E2E", "p99",
-        *(["goodput"] if goodput else []),
-    ):  # fmt: skip
-        table.add_column(column, justify="right", no_wrap=True)
-    for p in run.points:
-        result = p.result
-        lengths = (p.point.input_len, p.point.output_len)
-        random = run.options.dataset == "random"
-        table.add_row(
-            p.point.load,
-            *(_length(pair) if random else "file" for pair in lengths),
-            str(result.successes),
-            Text(str(result.failures), style="bold red" if result.failures else ""),
-            *(_short(r) for r in (result.request_rate, result.input_rate, result.output_rate)),
-            _short(result.output_rate / devices) if devices else "?",
-            *(
-                _short(values[key] * MS)
-                for values in (result.latencies[name] for name in ("ttft", "tpot", "e2e"))
-                for key in ("median", "p99")
-            ),
-            *([_short(result.goodput or 0.0)] if goodput else []),
+def _sweep(run: ServeRun) -> RenderableType:
+    """What all points share is said above, so that a row fits a terminal of 80 columns."""
+    head = f"{run.target.model} at {run.options.url}; "
+    lengths = {"in": [p.point.input_len for p in run.points],
+               "out": [p.point.output_len for p in run.points]}  # fmt: skip
+    varied = [name for name, pairs in lengths.items() if len(set(pairs)) > 1]
+    if run.options.dataset == "random":
+        head += "".join(
+            f"{_length(pairs[0])} tokens {name}, "
+            for name, pairs in lengths.items()
+            if name not in varied
         )
-    return table
+    else:
+        head += f"prompts of {run.options.dataset}, "
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    columns = [*_load_columns(run, run.points[0]), *_speed_columns(run, run.points[0])]
+    for column, _ in [columns[0], *((name, "") for name in varied), *columns[1:]]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for index, p in enumerate(run.points):
+        load, *rest = [cell for _, cell in (*_load_columns(run, p), *_speed_columns(run, p))]
+        table.add_row(load, *(_length(lengths[name][index]) for name in varied), *rest)
+    return Group(Text(f"{head}latencies in ms, median and p99"), table)
+
+
+def _load_columns(run: ServeRun, p: PointResult) -> list[tuple[str, str | Text]]:
+    result, devices = p.result, run.target.devices
+    columns: list[tuple[str, str | Text]] = [
+        ("load", p.point.load),
+        ("ok", str(result.successes)),
+        ("fail", Text(str(result.failures), style="bold red" if result.failures else "")),
+        ("req/s", _short(result.request_rate)),
+        ("in/s", _short(result.input_rate)),
+        ("out/s", _short(result.output_rate)),
+    ]
+    if devices:
+        columns.append(("/dev", _short(result.output_rate / devices)))
+    if result.goodput is not None:
+        columns.append(("good", _short(result.goodput)))
+    return columns
+
+
+def _speed_columns(run: ServeRun, p: PointResult) -> list[tuple[str, str]]:
+    return [
+        (name.upper() if key == "median" else key, _short(p.result.latencies[name][key] * MS))
+        for name in ("ttft", "tpot", "e2e")
+        for key in ("median", "p99")
+    ]
 
 
 def _length(pair: tuple[int, int]) -> str:

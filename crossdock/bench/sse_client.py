@@ -59,9 +59,6 @@ class Client:
         except ValueError:
             raise HTTPFailure(0, f"{path}: the answer is not JSON") from None
 
-    async def text(self, path: str) -> str:
-        return b"".join([part async for part in self._request("GET", path, None)]).decode()
-
     async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Each event of a stream as it arrives, without the closing [DONE].
 

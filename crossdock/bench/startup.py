@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crossdock.bench.report import Case, Report, case_of, cpu_name
-from crossdock.core import CrossdockError
+from crossdock.core import CrossdockError, UserError
 from crossdock.server import claim_port
 
 _POLL_S = 0.05
-_LIMIT_S = 600.0
+_LIMIT_S, _END_S = 600.0, 30.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 MIB = 2**20
 
@@ -49,12 +49,12 @@ def run_startup(
     """Starts by number of ranks, which take turns.
 
     Raises:
-        CrossdockError: the server ended before it was ready; gives its last words.
+        UserError, CrossdockError: the server ended before it was ready; gives its last words.
     """
     starts: dict[int, list[Start]] = {ranks: [] for ranks in options.ranks}
     for turn in range(options.repeats):
         for ranks in options.ranks:
-            on_progress(f"{turn + 1} of {options.repeats}: {ranks} ranks")
+            on_progress(f"{turn + 1} of {options.repeats}: {_name(ranks)}")
             starts[ranks].append(_start(options, ranks))
     return starts
 
@@ -74,7 +74,7 @@ def _start(options: StartupOptions, ranks: int) -> Start:
             idle = (sum(map(_cpu_seconds, family)) - before) / options.idle_s
             return Start(ready_s, idle, [_resident(pid) for pid in family[1:]])
         finally:
-            server.send_signal(signal.SIGINT)
+            _end(server)
 
 
 def _wait_ready(server: subprocess.Popen[bytes], port: int, began: float) -> float:
@@ -82,13 +82,22 @@ def _wait_ready(server: subprocess.Popen[bytes], port: int, began: float) -> flo
     while (taken := time.perf_counter() - began) < _LIMIT_S:
         if server.poll() is not None:
             said = server.stderr.read().decode(errors="replace") if server.stderr else ""
-            raise CrossdockError(f"the server ended with {server.returncode}:\n{said}")
+            mistake = UserError if server.returncode == UserError.exit_code else CrossdockError
+            raise mistake(said.strip().removeprefix("crossdock: error: "))
         try:
             with urllib.request.urlopen(url, timeout=1):
                 return time.perf_counter() - began
         except (urllib.error.URLError, OSError):
             time.sleep(_POLL_S)
     raise CrossdockError(f"the server was not ready after {taken:.0f} s")
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGINT)
+    try:
+        server.wait(timeout=_END_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
 
 
 def _children(parent: int) -> list[int]:
@@ -113,10 +122,14 @@ def _resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def _name(ranks: int) -> str:
+    return f"{ranks} rank" + "s" * (ranks > 1)
+
+
 def report(options: StartupOptions, starts: dict[int, list[Start]], command: str) -> Report:
     cases: list[Case] = []
     for ranks, of in starts.items():
-        shape = {"model": options.model, "ranks": ranks}
+        shape = {"variant": _name(ranks), "model": options.model, "ranks": ranks}
         ready = [start.ready_s for start in of]
         cases.append(case_of("start_to_ready", ready, "s", "lower", shape, target=options.target_s))
         idle = [100 * start.idle_cores for start in of]

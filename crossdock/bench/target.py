@@ -1,6 +1,5 @@
 """What a load generator must know of the server it drives, asked over HTTP."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +29,8 @@ class Target:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-async def discover(client: Client, model: str | None, devices: int | None) -> Target:
-    """Asks /v1/models, /version, /metrics and /tokenize, and tries one token.
+async def discover(client: Client, model: str | None) -> Target:
+    """Asks /v1/models and /version, another engine's /tokenize, and tries one token.
 
     Raises:
         ConfigError: the server does not serve `model`.
@@ -43,13 +42,13 @@ async def discover(client: Client, model: str | None, devices: int | None) -> Ta
         raise ConfigError(f"--model {model!r}: the server has {', '.join(names)}")
     card = cards[names.index(model) if model else 0]
     facts = await _optional_json(client, "/version")
-    vocab_size = card.get("vocab_size") or facts.get("vocab_size")
+    vocab_size = card.get("vocab_size")
     vocabulary = range(vocab_size) if vocab_size else await _sample_ids(client, card["id"])
     return Target(
         model=card["id"],
         vocabulary=vocabulary,
         max_model_len=card.get("max_model_len"),
-        devices=devices or facts.get("ranks") or await _count_ranks(client),
+        devices=facts.get("ranks"),
         stream_options=await _stream_options(client, card["id"], vocabulary[0]),
         facts=facts,
     )
@@ -67,16 +66,6 @@ async def _sample_ids(client: Client, model: str) -> tuple[int, ...]:
     """For a server that does not tell the size of its vocabulary: the ids of some English text."""
     answer = await client.json("POST", "/tokenize", {"model": model, "prompt": SAMPLE})
     return tuple(sorted(set(answer["tokens"])))
-
-
-async def _count_ranks(client: Client) -> int | None:
-    try:
-        text = await client.text("/metrics")
-    except HTTPFailure:
-        return None
-    return (
-        len(set(re.findall(r'^crossdock:rank_tokens_total\{.*?rank="(\d+)"', text, re.M))) or None
-    )
 
 
 async def _stream_options(client: Client, model: str, token: int) -> dict[str, bool]:

@@ -1,5 +1,6 @@
 """`bench ...`: flags to options; the work is in the room `bench`."""
 
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +35,6 @@ def engine(
         Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences at once, per rank.")] = None,
     device: Device = None,
     target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
     config: ConfigFile = None,
@@ -51,7 +51,7 @@ def engine(
     lengths = parse_lengths(input_len, "--input-len")
     if len(lengths) > 1:
         raise ConfigError(f"--input-len {input_len!r}: one length or one range")
-    fields, _ = settings(config, max_num_seqs=max_num_seqs, device=device)
+    fields, _ = settings(config, device=device)
     options = bench.EngineOptions(
         model=model,
         ranks=parse_counts(ranks, "--ranks"),
@@ -89,15 +89,17 @@ def serve(
     output_len: Annotated[str, typer.Option(help="As --input-len.")] = "64",
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each point.")] = 100,
     dataset: Annotated[str, typer.Option(help="random, or sharegpt:FILE.")] = "random",
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.")] = 4,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Limits in ms that a good request keeps: ttft:500 tpot:50 e2e:9000."),
     ] = None,
     more_limits: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="For figures per device. [default: ask the server]")
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Of prompts and arrivals; the same twice is answered from the prefix cache. "
+            "[default: a new one]"
+        ),
     ] = None,
     out: OutFile = None,
     json: JsonFlag = False,
@@ -122,10 +124,8 @@ def serve(
         output_lens=parse_lengths(output_len, "--output-len"),
         num_prompts=num_prompts,
         dataset=dataset,
-        warmup=warmup,
         slo=parse_slo([*(goodput or []), *(more_limits or [])]) or None,
-        seed=seed,
-        devices=devices,
+        seed=secrets.randbits(31) if seed is None else seed,
     )
     output = output_of(ctx)
     with _bar(output) as bar:
@@ -180,10 +180,10 @@ def comm(
 
 def startup(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="A Hugging Face directory or id.")],
+    model: Model,
     ranks: Annotated[str, typer.Option(help="Ranks; a list takes turns.")] = "4",
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each.")] = 5,
-    idle: Annotated[float, typer.Option(help="Seconds without a request.")] = 10.0,
+    idle: Annotated[float, typer.Option(min=0.1, help="Seconds without a request.")] = 10.0,
     target: Annotated[float | None, typer.Option(help="Seconds to be ready in.")] = None,
     out: OutFile = None,
     json: JsonFlag = False,

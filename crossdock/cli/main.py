@@ -5,9 +5,11 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from crossdock import __version__
 from crossdock.cli import bench, check, generate, serve
 from crossdock.cli.output import Output, open_output
 from crossdock.core import ConfigError, CrossdockError
@@ -16,24 +18,46 @@ from crossdock.core.env import read_env
 LEVELS = ("debug", "info", "warning", "error")
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"crossdock {__version__}")
+        raise typer.Exit
+
+
 def build_app() -> typer.Typer:
     app = typer.Typer(
         name="crossdock",
-        help="Expert-parallel inference for mixture-of-experts language models.",
         no_args_is_help=True,
         add_completion=False,
+        rich_markup_mode=None,  # plain help: it pipes, and brackets in it are no markup
         pretty_exceptions_enable=False,
     )
     app.command("serve")(serve.serve)
     app.command("generate")(generate.generate)
     app.command("check")(check.check)
-    benches = typer.Typer(help="Benchmarks; each ends in one JSON document.", no_args_is_help=True)
+    app.callback()(_version_flag)
+    benches = typer.Typer(
+        help="Benchmarks; each ends in one JSON document.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+    )
     app.add_typer(benches, name="bench")
     benches.command("engine")(bench.engine)
     benches.command("serve")(bench.serve)
     benches.command("comm")(bench.comm)
     benches.command("startup")(bench.startup)
     return app
+
+
+def _version_flag(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and end."
+        ),
+    ] = False,
+) -> None:
+    """Expert-parallel inference for mixture-of-experts language models."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -57,7 +81,8 @@ def _explain(error: Exception, output: Output) -> int:
         message, code = str(error), error.exit_code
     elif hasattr(error, "format_message"):  # typer's usage errors
         message, code = error.format_message(), 2
-        if not message:  # a group without a command has shown its help
+        if type(error).__name__ == "NoArgsIsHelpError":  # a group without a command
+            print(message, file=sys.stderr)
             return code
         if context := getattr(error, "ctx", None):
             message += f" (see {context.command_path} --help)"

@@ -11,6 +11,9 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
+FILE_COLUMNS = 120
+"""Of tables in a file or a pipe, which have no width of their own."""
+
 JsonFlag = Annotated[
     bool, typer.Option("--json", help="One JSON document on stdout, everything else on stderr.")
 ]
@@ -28,7 +31,8 @@ class Output:
     def result(self, document: Any, human: RenderableType | None = None) -> None:
         if not self.as_json:
             if human is not None:
-                Console(file=self.stdout, highlight=False).print(human)
+                width = None if self.stdout.isatty() else FILE_COLUMNS
+                Console(file=self.stdout, highlight=False, width=width).print(human)
             return
         self._told = True
         print(json.dumps(document), file=self.stdout, flush=True)

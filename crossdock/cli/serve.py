@@ -16,7 +16,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="0: any free one. [default: 8000]")] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What requests call it. [default: the directory's name]")
+        str | None, typer.Option(help="What requests call it. [default: MODEL as given]")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Clients must show it; better by CROSSDOCK_API_KEY.")

@@ -87,9 +87,9 @@ def placement_line(experts: int, ranks: int, slots: int) -> str:
     if slots == experts:
         return f"{experts} experts, {each} a rank"
     extra = slots - experts
-    line = f"{experts} experts in {slots} slots, {each} a rank; {extra} hold replicas"
+    line = f"{experts} experts and {extra} replica{'s' * (extra > 1)}, {each} a rank"
     if experts % ranks and each == -(-experts // ranks):
-        line += f" ({ranks} ranks do not divide {experts} experts: slots rounded up)"
+        line += f" ({ranks} ranks do not divide {experts}: slots rounded up)"
     return line
 
 

@@ -8,7 +8,7 @@ from crossdock.comm.shared import BOARD_WORDS, SharedMemory
 STAGES: Final = (
     "start", "idle", "agree", "attention", "dispatch", "experts", "combine", "sample",
 )  # fmt: skip
-STALE_S = 3.0
+STALE_S = 1.5
 """A heartbeat older than this means stopped or gone, not slow."""
 _CODES = {stage: code for code, stage in enumerate(STAGES)}
 _BEAT, _STEP, _STAGE = range(3)

@@ -22,6 +22,8 @@ from crossdock.core import ConfigError, Lockstep, Member, Topology, Transport
 from crossdock.metrics import Recorder
 
 _SPIN_S, _SHARED_SPIN_S = 1e-3, 200e-6
+_START_S = 300.0
+"""Ranks that share few cores start long after each other, whatever the deadline of a step is."""
 
 SHM = "shm"
 """Key of the shared memory's descriptor in `fds`."""
@@ -97,9 +99,12 @@ def build_world(
     memory = SharedMemory.attach(fds[SHM]) if SHM in fds else None
     board = Board(rank, size, memory)
     board.enter("start")
+    board.beat()
     alone = len(os.sched_getaffinity(0)) >= size
     waiter = Waiter(board, deadline_s, spin_s=_SPIN_S if alone else _SHARED_SPIN_S)
     shared_flags = memory is not None and has_total_store_order()
+    if memory is not None and (kind == "collective" or not shared_flags):
+        _meet(board)
     lockstep: Lockstep = LocalLockstep()
     if size > 1 and memory is not None and shared_flags:
         lockstep = ShmLockstep(rank, size, memory, waiter)
@@ -131,7 +136,7 @@ def build_transport(
 ) -> Transport:
     """
     Args:
-        kind: "auto", "local", "collective" or "shm"; as given to `build_world`.
+        kind: "auto", "local", "collective", or "shm"; as given to `build_world`.
         max_tokens: most tokens of a rank in one step.
     """
     kind = resolve_transport(kind, world.size, world.device.type)
@@ -154,6 +159,20 @@ def build_transport(
     return ShmTransport(
         world.rank, layout, world.memory, slots_per_rank, dtype, paths, world.waiter, recorder
     )
+
+
+def _meet(board: Board) -> None:
+    """Waits until every rank has started. Process groups would wait for them too, but with the
+    interpreter locked: no heartbeat, and no end when the gateway is gone.
+
+    Raises:
+        RankLost: one did not.
+    """
+
+    def missing() -> list[int]:
+        return [r for r in range(board.size) if board.heartbeat_age(r) == float("inf")]
+
+    Waiter(board, _START_S).wait(lambda: not missing(), missing, "the start")
 
 
 def _store(rendezvous: str, name: str, size: int) -> Any:

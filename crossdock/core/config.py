@@ -42,6 +42,9 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, hint in get_type_hints(EngineConfig).items():
+            if get_origin(hint) is Literal and not _fits(getattr(self, name), hint):
+                raise ConfigError(f"{name} must be {_describe(hint)}, got {getattr(self, name)!r}")
         for name in (
             "ranks",
             "threads",
@@ -124,6 +127,11 @@ def load_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{where}: unknown; known keys: {', '.join(sorted(hints))}")
         if not _fits(value, hints[key]):
             raise ConfigError(f"{where}: got {value!r}, expected {_describe(hints[key])}")
+        try:
+            engine, server = split_settings({key: value})
+            EngineConfig(**{"model": "", **engine}), ServerConfig(**server)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     return values
 
 

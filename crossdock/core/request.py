@@ -40,7 +40,7 @@ class SamplingParams:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
         bias = self.logit_bias or ()
         pairs = bias.items() if isinstance(bias, dict) else bias
         object.__setattr__(self, "logit_bias", tuple((int(t), float(b)) for t, b in pairs))

@@ -109,7 +109,8 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         prefix_caching=config.prefix_caching,
         namespace=hashlib.sha256(layout.encode()).hexdigest(),
     )
-    runner = Runner(model, kv, Sampler(spec.vocab_size, world.device), world.device, recorder)
+    sampler = Sampler(spec.vocab_size, world.device)
+    runner = Runner(model, kv, sampler, world.device, recorder, world.board)
     info: dict[str, Any] = {
         "device": str(world.device),
         "dtype": name,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from crossdock.comm import free_memory
 from crossdock.core import CapacityError, EngineConfig
 
 GIB = 1 << 30
@@ -27,6 +28,7 @@ def kv_budget(
 
     Raises:
         CapacityError: not even one sequence of `max_model_len` fits; gives the setting that does.
+            Or, on a CPU, whose pages are only taken as they are used, more than is free.
     """
     if config.kv_memory_gib is not None:
         room, reason = int(config.kv_memory_gib * GIB), f"kv_memory_gib = {config.kv_memory_gib}"
@@ -48,4 +50,10 @@ def kv_budget(
     most = per_sequence * config.max_num_seqs
     if pages > most:
         pages, reason = most, "max_num_seqs sequences of max_model_len"
+    everybodys = pages * page_bytes * config.ranks
+    if device.type == "cpu" and everybodys > (free := free_memory()):
+        raise CapacityError(
+            f"the KV caches of {config.ranks} ranks take {everybodys / GIB:.1f}"
+            f" GiB ({reason}), {free / GIB:.1f} GiB are free; lower kv_memory_gib or max_num_seqs"
+        )
     return KVBudget(pages, pages * page_bytes, reason)

@@ -5,6 +5,7 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
+from crossdock.comm import Board
 from crossdock.core import KV, Model, Plan, Sampled
 from crossdock.engine.batch import make_batch
 from crossdock.engine.sampler import Sampler
@@ -22,8 +23,15 @@ def drive(forward: Generator[None, None, Tensor]) -> Tensor:
 
 class Runner:
     def __init__(
-        self, model: Model, kv: KV, sampler: Sampler, device: torch.device, recorder: Recorder
+        self,
+        model: Model,
+        kv: KV,
+        sampler: Sampler,
+        device: torch.device,
+        recorder: Recorder,
+        board: Board,
     ):
+        self.board = board
         self.model, self.kv, self.sampler = model, kv, sampler
         self.device, self.recorder = device, recorder
 
@@ -35,6 +43,7 @@ class Runner:
         wanted = [item for item in plan.items if item.sample]
         if not wanted:
             return [None] * len(plan.items)
+        self.board.enter("sample")
         with self.recorder.span("sample"):
             logits_BV = self.model.logits(hidden_TH[batch.sample_rows])
             sampled = iter(self.sampler.sample(logits_BV, wanted))

@@ -1,12 +1,16 @@
 """The gateway's side of an engine: open requests, which rank runs them, and how they end."""
 
 import hashlib
+import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
+from crossdock.comm import Board
 from crossdock.core import (
     CrossdockError,
     EngineConfig,
@@ -35,6 +39,8 @@ from crossdock.launch.output import Choice, Update
 from crossdock.models.tokenizer import Tokenizer
 from crossdock.scheduler import Router
 
+log = logging.getLogger(__name__)
+
 OnUpdate = Callable[[Update], None]
 OnProgress = Callable[[int, int, int], None]
 """(rank, done, total) while weights load."""
@@ -42,8 +48,10 @@ OnProgress = Callable[[int, int, int], None]
 
 @dataclass
 class _Open:
-    """A request in flight: everything needed to run it again elsewhere."""
+    """A request in flight: everything needed to run it again elsewhere. `serial` tells it from an
+    earlier one of the same id, of which a rank may still be speaking."""
 
+    serial: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     on_update: OnUpdate
@@ -51,7 +59,8 @@ class _Open:
 
 
 class EngineClient:
-    """Thread-safe. Updates are delivered from the client's reader threads."""
+    """Thread-safe. Updates are delivered from the client's reader threads; a request whose
+    `on_update` raises is dropped."""
 
     def __init__(
         self,
@@ -73,8 +82,9 @@ class EngineClient:
         self._changed = threading.Condition(self._lock)
         self._ready: set[int] = set()
         self._heard = time.monotonic()
-        self._user_error = False
+        self._user_error = self._closed = False
         self._wave = 0
+        self._serials = itertools.count()
         self._open: dict[str, _Open] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
@@ -89,25 +99,43 @@ class EngineClient:
 
     # -- starting and ending ---------------------------------------------------------------------
 
-    def wait_ready(self, silence_s: float) -> None:
-        """Returns once every rank is ready.
+    def wait_ready(self, silence_s: float, board: Board) -> None:
+        """Returns once every rank is ready. `board`: where they leave their heartbeats.
 
         Raises:
-            UserError, CrossdockError: a rank failed, or none was heard of for `silence_s`.
+            UserError, CrossdockError: a rank failed, its heart stopped for longer than the deadline
+                of a step, or none was heard of for `silence_s`.
         """
         with self._changed:
             while len(self._ready) < self.config.ranks and self.failure is None:
-                if not self._changed.wait(timeout=1.0) and (
-                    time.monotonic() - self._heard > silence_s
-                ):
-                    missing = sorted(set(range(self.config.ranks)) - self._ready)
+                self._changed.wait(timeout=1.0)
+                missing = sorted(set(range(self.config.ranks)) - self._ready)
+                if missing and (stopped := self._stopped(board)):
+                    self.failure = f"lost while loading: {stopped}"
+                if missing and time.monotonic() - self._heard > silence_s:
                     self.failure = f"ranks {missing} said nothing for {silence_s:g} s at the start"
         if self.failure is not None:
             self.close()
             raise (UserError if self._user_error else CrossdockError)(self.failure)
+        threading.Thread(target=self._watch, args=(board,), daemon=True).start()
+
+    def _stopped(self, board: Board) -> str | None:
+        """A rank whose heart has not beaten for longer than the deadline of a step."""
+        for rank in range(self.config.ranks):
+            if self.config.deadline_s < board.heartbeat_age(rank) < inf:
+                return board.describe(rank)
+        return None
+
+    def _watch(self, board: Board) -> None:
+        """While serving. A lone rank, or ranks that sleep, have no other rank to miss them."""
+        while not self._cluster.closing.wait(min(1.0, self.config.deadline_s / 4)):
+            if stopped := self._stopped(board):
+                self._fail(f"lost: {stopped}", user_error=False)
 
     def close(self) -> None:
         """Ends all rank processes; open requests end with finish_reason "abort"."""
+        with self._lock:
+            self._closed = True
         self._cluster.close(None if self.failure else Stop())
         self._end_all(Update(0, finish_reason="abort"))
 
@@ -129,13 +157,16 @@ class EngineClient:
         Raises:
             RequestError: empty prompt, ids outside the vocabulary, or too long for the model.
             RankLost: the engine has failed.
+            CrossdockError: it was closed.
         """
-        prompt = tuple(prompt_ids)
+        prompt = tuple([int(token) for token in prompt_ids])  # numpy's integers do not travel
         params = self._check(prompt, params)
-        opened = _Open(prompt, params, on_update)
+        opened = _Open(next(self._serials), prompt, params, on_update)
         with self._lock:
             if self.failure is not None:
                 raise RankLost(self.failure)
+            if self._closed:
+                raise CrossdockError("the engine is closed")
             if request_id in self._open:
                 raise RequestError(f"request id {request_id!r} is already in use")
             self._open[request_id] = opened
@@ -145,11 +176,12 @@ class EngineClient:
     def _start_choice(self, request_id: str, index: int, opened: _Open) -> None:
         params = opened.params
         if params.n > 1 and params.seed is not None:
-            params = replace(params, seed=(params.seed + index) % 2**63)
-        name = f"{request_id}/{index}"
+            params = replace(params, seed=(params.seed + index) % 2**64)
+        name = _name(request_id, opened, index)
         rank = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
         opened.choices[index] = Choice(index, rank, params, self.tokenizer)
-        digest = hashlib.blake2b(f"{self.config.seed}|{name}".encode(), digest_size=8).digest()
+        source = f"{self.config.seed}|{request_id}/{index}"
+        digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
         request = Request(
             name,
             opened.prompt_ids,
@@ -188,15 +220,18 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
         with self._lock:
-            opened = self._open.pop(request_id, None)
-            for index in list(opened.choices) if opened else []:
-                self._stop_choice(request_id, index, opened)
+            opened = self._open.get(request_id)
+            if opened is not None:
+                self._drop(request_id, opened)
 
-    def _stop_choice(self, request_id: str, index: int, opened: _Open | None) -> None:
-        assert opened is not None
-        choice = opened.choices.pop(index)
-        self._router.release(f"{request_id}/{index}")
-        self._cluster.send(choice.rank, Abort(f"{request_id}/{index}"))
+    def _drop(self, request_id: str, opened: _Open) -> None:
+        """With the lock held."""
+        if self._open.get(request_id) is opened:
+            del self._open[request_id]
+        for index, choice in opened.choices.items():
+            self._router.release(_name(request_id, opened, index))
+            self._cluster.send(choice.rank, Abort(_name(request_id, opened, index)))
+        opened.choices.clear()
 
     def num_open(self) -> int:
         return len(self._open)
@@ -235,26 +270,41 @@ class EngineClient:
                 self._fail(_describe(message), message.user_error)
 
     def _deliver(self, output: TokenOutput) -> None:
-        request_id, _, index = output.request_id.rpartition("/")
+        request_id, serial, index = output.request_id.rsplit("/", 2)
         with self._lock:
             opened = self._open.get(request_id)
-            choice = opened.choices.get(int(index)) if opened else None
-            if opened is None or choice is None:
+            if opened is None or opened.serial != int(serial):
                 return  # aborted meanwhile
+            choice = opened.choices.get(int(index))
+            if choice is None:
+                return
             if choice.is_new and output.tokens:
                 self._router.started(output.request_id)
         # Only this rank's reader thread touches the choice, so the text needs no lock.
-        update = choice.push(output)
+        try:
+            update = choice.push(output)
+        except Exception as error:
+            log.exception("request %s: its output cannot be read", request_id)
+            update = Update(choice.index, finish_reason="error", error=repr(error))
         if update.finish_reason is not None:
             with self._lock:
                 if opened.choices.pop(choice.index, None) is None:
                     return
                 self._router.release(output.request_id)
-                if output.finish_reason is None:  # a stop string, which ranks know nothing of
+                if output.finish_reason is None:  # the rank knows nothing of it, as at stop strings
                     self._cluster.send(choice.rank, Abort(output.request_id))
                 if not opened.choices:
                     self._open.pop(request_id, None)
-        opened.on_update(update)
+        self._notify(request_id, opened, update)
+
+    def _notify(self, request_id: str, opened: _Open, update: Update) -> None:
+        """A listener that raises must not end the thread that reads for all requests of a rank."""
+        try:
+            opened.on_update(update)
+        except Exception:
+            log.exception("request %s: its listener failed; the request is dropped", request_id)
+            with self._lock:
+                self._drop(request_id, opened)
 
     def _lost(self, rank: int, why: str) -> None:
         self._fail(why, user_error=False)
@@ -272,10 +322,19 @@ class EngineClient:
 
     def _end_all(self, update: Update) -> None:
         with self._lock:
-            ended, self._open = self._open, {}
-        for opened in ended.values():
-            for index in opened.choices:
-                opened.on_update(replace(update, index=index))
+            # Emptied here, so that no reader thread ends one of them a second time.
+            ended = [(name, o, list(o.choices)) for name, o in self._open.items()]
+            for _, opened, _ in ended:
+                opened.choices.clear()
+            self._open.clear()
+        for name, opened, choices in ended:
+            for index in choices:
+                self._notify(name, opened, replace(update, index=index))
+
+
+def _name(request_id: str, opened: _Open, index: int) -> str:
+    """What the ranks call a choice; never used twice."""
+    return f"{request_id}/{opened.serial}/{index}"
 
 
 def _describe(failure: Failure) -> str:

@@ -1,5 +1,6 @@
 """The rank processes of one engine: starting them, talking to them, ending them."""
 
+import contextlib
 import os
 import queue
 import shutil
@@ -39,15 +40,20 @@ class Cluster:
         self.config = config
         self._on_message, self._on_exit = on_message, on_exit
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-")  # mode 0700
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._outboxes: list[queue.SimpleQueue[Any]] = []
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stderr: list[deque[str]] = []
-        for rank in range(config.ranks):
-            self._spawn(rank, fds)
-            self.send(rank, Start(rank, config, fds, os.path.join(self._rendezvous, "store")))
+        self._stderr_threads: list[threading.Thread] = []
+        try:
+            for rank in range(config.ranks):
+                self._spawn(rank, fds)
+                self.send(rank, Start(rank, config, fds, os.path.join(self._rendezvous, "store")))
+        except BaseException:
+            self.close()
+            raise
 
     def _spawn(self, rank: int, fds: dict[str, int]) -> None:
         ours, theirs = channel_pair()
@@ -59,7 +65,7 @@ class Cluster:
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         process = subprocess.Popen(
-            [sys.executable, "-m", "crossdock.launch.worker", str(theirs)],
+            [sys.executable, "-m", "crossdock.launch.worker", str(theirs), str(os.getpid())],
             pass_fds=(theirs, *fds.values()),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno() else subprocess.DEVNULL,
@@ -72,8 +78,13 @@ class Cluster:
         self._channels.append(ours)
         self._outboxes.append(queue.SimpleQueue())
         self._stderr.append(deque(maxlen=_STDERR_LINES))
-        for target in (self._read, self._write, self._forward_stderr):
-            threading.Thread(target=target, args=(rank,), daemon=True).start()
+        threads_of = [
+            threading.Thread(target=target, args=(rank,), daemon=True)
+            for target in (self._forward_stderr, self._read, self._write)
+        ]
+        self._stderr_threads.append(threads_of[0])
+        for thread in threads_of:
+            thread.start()
 
     def send(self, rank: int, message: Any) -> None:
         """Never blocks: a rank that does not read must not stop the gateway."""
@@ -99,6 +110,9 @@ class Cluster:
                 self._channels[rank].send(message)
             except OSError:
                 return  # the reader tells why
+            except Exception as error:
+                self._on_exit(rank, f"a message to rank {rank} cannot be sent: {error}")
+                return
 
     def _read(self, rank: int) -> None:
         channel = self._channels[rank]
@@ -106,7 +120,7 @@ class Cluster:
             while True:
                 self._on_message(rank, channel.recv())
         except (EOFError, OSError, CrossdockError) as error:
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return
             # A channel may close a moment before its process can be reaped.
             try:
@@ -115,8 +129,11 @@ class Cluster:
                 self._on_exit(rank, f"rank {rank} closed its channel ({error})")
                 return
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            self._stderr_threads[rank].join(timeout=1.0)  # its last words may still be in the pipe
             said = self.last_error(rank)
             self._on_exit(rank, f"rank {rank} ended ({how})" + (f":\n{said}" if said else ""))
+        except Exception as error:  # else this rank's requests would wait for ever
+            self._on_exit(rank, f"a message of rank {rank} cannot be handled: {error!r}")
 
     def _forward_stderr(self, rank: int) -> None:
         pipe = self._processes[rank].stderr
@@ -124,15 +141,17 @@ class Cluster:
         for raw in pipe:
             line = raw.decode(errors="replace").rstrip()
             self._stderr[rank].append(line)
-            if not self._closing.is_set():
-                print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
+            if not self.closing.is_set():
+                # Whoever read ours may be gone; a rank whose pipe is full would stop.
+                with contextlib.suppress(OSError, ValueError):
+                    print(f"[rank {rank}] {line}", file=sys.stderr, flush=True)
 
     def close(self, stop: Any = None) -> None:
         """Ends every process: asks with `stop`, then kills. Returns once all are gone; safe to call
         again and from other threads."""
         with self._lock:
-            if not self._closing.is_set():
-                self._closing.set()
+            if not self.closing.is_set():
+                self.closing.set()
                 self._end(stop)
 
     def _end(self, stop: Any) -> None:
@@ -141,14 +160,16 @@ class Cluster:
                 self.send(rank, stop)
             self._outboxes[rank].put(None)
         deadline = time.monotonic() + (_GRACE_S if stop is not None else 0.0)
-        for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        try:
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        finally:  # also where Ctrl-C ends the wait
+            for process in self._processes:
                 process.kill()
-        for process in self._processes:
-            process.wait()
-        shutil.rmtree(self._rendezvous, ignore_errors=True)
+            for process in self._processes:
+                process.wait()
+            shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 def _has_fileno() -> bool:

@@ -86,7 +86,7 @@ class LLM:
             params: one for all, or one per prompt.
 
         Raises:
-            RequestError: a prompt or a parameter is invalid; nothing was started.
+            RequestError: a prompt or a parameter is invalid; none of them is left running.
             CrossdockError: the engine failed.
         """
         items = _as_list(prompts)

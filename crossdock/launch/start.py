@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from crossdock.comm import SharedMemory, resolve_transport, shm_bytes
+from crossdock.comm import Board, SharedMemory, resolve_transport, shm_bytes
 from crossdock.comm.world import SHM
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
@@ -31,11 +31,14 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     initial_placement(config, spec)  # refuses an impossible one before anything is started
     memory = SharedMemory.create(_shared_bytes(config, spec))
     assert config.max_model_len is not None
-    client = EngineClient(config, spec, config.max_model_len, name, {SHM: memory.fd}, on_progress)
     try:
+        fds = {SHM: memory.fd}
+        client = EngineClient(config, spec, config.max_model_len, name, fds, on_progress)
+    finally:
         memory.close_fd()
+    try:
         client.tokenizer = load_tokenizer(model_dir)
-        client.wait_ready(_SILENCE_S)
+        client.wait_ready(_SILENCE_S, Board(0, config.ranks, memory))
     except BaseException:
         client.close()
         raise

@@ -1,7 +1,11 @@
-"""A rank process: `python -m crossdock.launch.worker FD`. Builds its engine, then steps it."""
+"""A rank process: `python -m crossdock.launch.worker FD PARENT`. Builds its engine, then steps it.
+
+PARENT is the process id of the gateway: a rank ends when it has another parent.
+"""
 
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -11,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from crossdock.comm import World, build_world
+from crossdock.comm import Board, build_world
 from crossdock.core import CrossdockError, RankLost, UserError
 from crossdock.core.messages import (
     Abort,
@@ -37,6 +41,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the gateway's to handle
     channel = Channel(int(sys.argv[1]))
     start = channel.recv()
+    parent = int(sys.argv[2])
+    threading.Thread(target=_end_with, args=(parent, start.rendezvous), daemon=True).start()
     try:
         _run(start, channel)
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -46,6 +52,8 @@ def main() -> None:
         code = 1
     else:
         code = 0
+    if os.getppid() != parent:
+        _clear_up(start.rendezvous)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # communication libraries must not wait for peers that are gone
@@ -64,12 +72,13 @@ def _run(start: Start, channel: Channel) -> None:
         start.rendezvous,
         config.deadline_s,
     )
-    threading.Thread(target=_beat, args=(world, os.getppid()), daemon=True).start()
+    threading.Thread(target=_beat, args=(world.board,), daemon=True).start()
     engine = build_engine(config, world, _progress(start.rank, channel))
     # What exists now stays. Left to the collector, it would be walked through again and again, for
     # some 80 ms each time, in the middle of a step.
     gc.collect()
     gc.freeze()
+    world.board.enter("idle")
     channel.send(Ready(start.rank, {**engine.info, "rss_bytes": _resident_bytes()}))
     _serve(engine, start.rank, channel)
     engine.close()
@@ -102,12 +111,24 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
             engine.world.board.enter("idle")
 
 
-def _beat(world: World, parent: int) -> None:
-    """Tells the others that this process runs, and ends it when its parent is gone."""
-    while os.getppid() == parent:
-        world.board.beat()
+def _beat(board: Board) -> None:
+    """Tells the others that this process runs."""
+    while True:
+        board.beat()
         time.sleep(_HEARTBEAT_S)
+
+
+def _end_with(parent: int, rendezvous: str) -> None:
+    """Ends this process when its parent is gone."""
+    while os.getppid() == parent:
+        time.sleep(_HEARTBEAT_S)
+    _clear_up(rendezvous)
     os._exit(1)
+
+
+def _clear_up(rendezvous: str) -> None:
+    """What the parent no longer can."""
+    shutil.rmtree(os.path.dirname(rendezvous), ignore_errors=True)
 
 
 def _progress(rank: int, channel: Channel):  # type: ignore[no-untyped-def]

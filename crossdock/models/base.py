@@ -81,7 +81,9 @@ class Decoder:
         planner: AttentionPlanner,
         products: Products,
         recorder: Recorder,
+        board: Board,
     ):
+        self.board = board
         self.embedding_VH, self.layers, self.norm, self.head_VH = (
             embedding_VH,
             layers,
@@ -97,6 +99,7 @@ class Decoder:
         plan = None if idle else self.planner(batch, kv.page_size)
         for i, layer in enumerate(self.layers):
             if plan is not None:
+                self.board.enter("attention")
                 with self.recorder.span("attention"):
                     x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
             if layer.moe is not None:
@@ -140,6 +143,7 @@ def build_decoder(
         planner=AttentionPlanner(rope, context.dtype, window, context.invariant),
         products=products,
         recorder=context.recorder,
+        board=context.board,
     )
 
 

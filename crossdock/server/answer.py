@@ -179,7 +179,7 @@ class Answer(Response):
             except ApiError as failed:
                 if not started:
                     raise
-                error = failed
+                error, self._trace.error = failed, failed.message
             if not started:
                 # Only now: an error before the first token still gets its own status.
                 started = True

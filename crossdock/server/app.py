@@ -124,7 +124,11 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    return JSON({"version": __version__})
+    client = _service(request).client
+    engine = (
+        {} if client is None else {"ranks": client.config.ranks, "device": client.config.device}
+    )
+    return JSON({"version": __version__, **engine})
 
 
 async def exposition(request: Request) -> Response:
@@ -174,16 +178,17 @@ def _model_card(service: Service, client: EngineClient) -> dict[str, Any]:
         "created": service.started,
         "owned_by": "crossdock",
         "max_model_len": client.max_model_len,
+        "vocab_size": client.spec.vocab_size,
     }
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return _answer(request, error)
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:
-    return from_engine(error).response()
+    return _answer(request, from_engine(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -196,7 +201,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"{path} takes {allowed or 'another method'}, not {request.method}"
     else:
         message = str(error.detail)
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return _answer(request, ApiError(error.status_code, message, headers=error.headers))
+
+
+def _answer(request: Request, error: ApiError) -> Response:
+    _trace(request).error = error.message
+    return error.response()
 
 
 async def _left(request: Request, error: Exception) -> Response:

@@ -1,5 +1,6 @@
 """Serving until a signal, a lost rank or a failed start ends it."""
 
+import errno
 import json
 import logging
 import signal
@@ -46,11 +47,12 @@ def claim_port(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"cannot listen on {host}:{port}: {reason}; choose another port with --port (0 takes "
-            "any free one), or end the program that uses it"
-        ) from None
+        # The words of create_server repeat the address.
+        reason = (error.strerror or str(error)).partition(" (while attempting")[0]
+        remedy = "look at --host and --port"
+        if error.errno == errno.EADDRINUSE:
+            remedy = "end the program that uses it, or choose another --port (0 takes any free one)"
+        raise UserError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
 
 
 def run_server(
@@ -79,11 +81,8 @@ def run_server(
         server_header=False,
         timeout_graceful_shutdown=1,
     )
-    server = Server(settings, app.state.service)
     url = _url(listener)
-    threading.Thread(
-        target=server.load, args=(start, on_ready, url), name="engine-start", daemon=True
-    ).start()
+    server = Server(settings, app.state.service, lambda: server.load(start, on_ready, url))
     server.run(sockets=[listener])
     if server.start_error is not None:
         raise server.start_error
@@ -93,8 +92,15 @@ def run_server(
 class Server(uvicorn.Server):
     """uvicorn's, with our own way to end: the port answers 503 while running requests finish."""
 
-    def __init__(self, config: uvicorn.Config, service: Service):
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        on_startup: Callable[[], None] = lambda: None,
+    ):
+        """`on_startup` runs in a thread of its own, once signals are heard."""
         super().__init__(config)
+        self._on_startup = on_startup
         self.service = service
         self.exit_code = 0
         self.start_error: BaseException | None = None
@@ -118,6 +124,10 @@ class Server(uvicorn.Server):
         end_at = time.monotonic() + limit_s
         self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
         self.service.draining = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        threading.Thread(target=self._on_startup, name="engine-start", daemon=True).start()
 
     async def on_tick(self, counter: int) -> bool:
         await super().on_tick(counter)

@@ -182,6 +182,9 @@ def _explain(error: ValidationError) -> ApiError:
         message = f"{path} is not supported yet" if known else f"{path}: unknown field"
     elif first["type"] == "missing":
         message = f"{path} is required"
+    elif first["type"] == "literal_error":
+        taken = first["msg"].removeprefix("Input should be ")
+        message = f"{path}: {given} is not supported yet; {taken} is"
     else:
         message = f"{path}: {first['msg'].removeprefix('Value error, ')}, got {given}"
     return ApiError(400, message, param)

@@ -21,16 +21,21 @@ class Trace:
     prompt_tokens: int = 0
     output_tokens: int = 0
     ttft: float | None = None
+    error: str | None = None
 
     def line(self) -> str:
-        """One line, whatever the client put into the path."""
-        path = self.path.encode("unicode_escape").decode()[:200]
-        ttft = "-" if self.ttft is None else f"{self.ttft:.3f}s"
-        return (
-            f"request {self.id} {self.method} {path} {self.status} "
-            f"prompt_tokens={self.prompt_tokens} output_tokens={self.output_tokens} "
-            f"ttft={ttft} total={time.perf_counter() - self.started:.3f}s"
-        )
+        """One line, whatever the client put into the path or had an error quote."""
+        line = f"request {self.id} {self.method} {_plain(self.path)} {self.status}"
+        if self.prompt_tokens:
+            ttft = "-" if self.ttft is None else f"{self.ttft:.3f}s"
+            line += f" prompt_tokens={self.prompt_tokens} output_tokens={self.output_tokens}"
+            line += f" ttft={ttft}"
+        line += f" total={time.perf_counter() - self.started:.3f}s"
+        return line if self.error is None else f"{line}: {_plain(self.error)}"
+
+
+def _plain(text: str) -> str:
+    return text.encode("unicode_escape").decode()[:200]
 
 
 def request_id(given: str | None) -> str:

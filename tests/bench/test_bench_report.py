@@ -1,8 +1,11 @@
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
+from crossdock.bench.case_table import render
 from crossdock.bench.child import Child
 from crossdock.bench.engine import EngineOptions, variants_of
 from crossdock.bench.report import (
@@ -42,6 +45,24 @@ def test_document_is_json_without_nan(tmp_path):
 def test_quartiles_of_a_case():
     case = case_of("c", [4.0, 1.0, 3.0, 2.0, 5.0], "ms", "lower", {})
     assert (case.median, case.quartiles, case.n) == (3.0, (2.0, 4.0), 5)
+
+
+def test_names_stay_whole_on_80_columns():
+    variant = {"variant": "4 ranks, 1 thread", "to": "transformers, 1 thread"}
+    cases = (
+        case_of("output_throughput", [1234.5], "tokens/s", "higher", {"variant": "1 rank"}),
+        case_of("throughput_ratio", [1.5], "x", "higher", variant, target=2.0),
+        case_of("output_throughput", [99.0], "tokens/s", "higher", {"variant": "2 ranks"}),
+    )
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render(Report("crossdock bench", "cpu", cases)))
+    lines = [line.split() for line in console.export_text().split("\n")]
+    at = lines.index(["output", "throughput,", "tokens/s"])
+    assert lines[at + 1][:4] == ["1", "rank", "1,234", "1,234"]
+    assert lines[at + 2][:3] == ["2", "ranks", "99"]
+    assert lines[at + 3] == ["throughput", "ratio,", "x"]
+    ratio = "4 ranks, 1 thread / transformers, 1 thread 1.5 1.5 - 1.5 1 >= 2 NO"
+    assert " ".join(lines[at + 4]) == ratio
 
 
 def test_lengths():

@@ -1,7 +1,9 @@
+import io
 import json
 import math
 
 import pytest
+from rich.console import Console
 
 from crossdock.bench.serve import ServeOptions, _arrivals, report, run_load
 from crossdock.bench.serve_table import render
@@ -12,6 +14,13 @@ from crossdock.core import ConfigError, CrossdockError
 def options(fake, **changes):
     defaults = {"concurrency": (3,), "num_prompts": 12, "warmup": 2, "output_lens": ((4, 9),)}
     return ServeOptions(fake.url, **{**defaults, **changes})
+
+
+def text_of(shown):
+    """The lines of a terminal of 80 columns."""
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(shown)
+    return console.export_text().rstrip().split("\n")
 
 
 @pytest.mark.parametrize("continuous", [True, False])
@@ -51,7 +60,12 @@ def test_sweep_gives_a_point_each_and_no_shared_prompts(fake_server):
     assert seen == [(i + 1, 48) for i in range(48)]
     prompts = {tuple(body["prompt"]) for body in fake_server.bodies[1:]}
     assert len(prompts) == 48
-    render(run)
+    shown = text_of(render(run))
+    assert [line.split()[:4] for line in shown[-4:]] == [
+        ["1", "8", "12", "0"], ["4", "8", "12", "0"], ["1", "16:32", "12", "0"],
+        ["4", "16:32", "12", "0"],
+    ]  # fmt: skip
+    assert "…" not in "".join(shown) and "TPOT" in shown[-5]
 
 
 @pytest.mark.parametrize(

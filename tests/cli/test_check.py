@@ -118,7 +118,7 @@ def test_nothing_runs_without_torch(monkeypatch):
     [
         (4, 32, "8 a rank"),
         (3, 33, "rounded up"),
-        (4, 36, "4 hold replicas"),
+        (4, 36, "4 replicas"),
         (40, 40, "rounded up"),
     ],
 )

@@ -42,7 +42,7 @@ def test_few_flags(command):
     for name in command:
         node = node.commands[name]
     flags = [p.name for p in node.params if p.param_type_name == "option"]
-    assert len(flags) <= 16, flags
+    assert len(flags) <= 14, flags
     assert "json" in flags
 
 
@@ -62,6 +62,18 @@ def test_bad_flags_are_the_users_mistake():
     fails(crossdock("serve", "m", "--port", "many"), 2, "--port", "integer")
     fails(crossdock("nonsense"), 2, "nonsense")
     fails(crossdock("serve", "m", "--ranks", "0"), 2, "ranks must be at least 1, got 0")
+    fails(crossdock("serve", "m", "--device", "gpu"), 2, "device must be one of auto, cpu", "'gpu'")
+
+
+def test_help_and_version():
+    nothing = crossdock()
+    assert nothing.returncode == 2 and nothing.stdout == ""
+    assert nothing.stderr.startswith("Usage: crossdock")
+    from crossdock import __version__
+
+    assert crossdock("--version").stdout == f"crossdock {__version__}\n"
+    # What is derived is told as the default, in brackets.
+    assert "Expert-parallel ranks. [default: 1]" in crossdock("serve", "--help").stdout
 
 
 def test_bad_settings_name_file_line_and_key(tmp_path):
@@ -70,6 +82,8 @@ def test_bad_settings_name_file_line_and_key(tmp_path):
     fails(crossdock("serve", "m", "--config", path), 2, f"{path}:3: max_num_seq: unknown")
     path.write_text("ranks = 2\nthreads = 'two'\n")
     fails(crossdock("generate", "m", "--prompt", "a", "--config", path), 2, ":2: threads", "'two'")
+    path.write_text("ranks = 2\nthreads = 0\n")
+    fails(crossdock("serve", "m", "--config", path), 2, ":2: threads", "at least 1")
     path.write_text("ranks = \n")
     fails(crossdock("serve", "m", "--config", path), 2, str(path), "line 1")
     fails(crossdock("serve", "m", "--config", tmp_path / "none.toml"), 2, "none.toml")

@@ -94,7 +94,8 @@ def test_serve_answers_and_ctrl_c_ends_all(served):
 
 def test_bench_serve_fails_with_its_requests(served):
     _, facts = served
-    args = ("--input-len", "400", "--num-prompts", "3", "--warmup", "0")
+    # Longer than the context. Those of the warm-up fail too, and are not counted.
+    args = ("--input-len", "400", "--num-prompts", "3")
     done = crossdock("bench", "serve", "--url", facts["url"], *args)
     assert done.returncode == 1
     assert "3 requests failed" in done.stdout and "HTTP 400" in done.stdout
@@ -151,6 +152,18 @@ def test_bench_comm():
     cases = json.loads(done.stdout)["cases"]
     assert [c["name"] for c in cases] == ["exchange", "exchange", "collective_to_shm"] * 2
     assert all(c["n"] == 2 and c["median"] > 0 for c in cases)
+
+
+def test_bench_startup(checkpoint, tmp_path):
+    args = ("--ranks", "2", "--repeats", "1", "--idle", "0.2", "--json")
+    done = crossdock("bench", "startup", checkpoint, *args)
+    assert done.returncode == 0, done.stderr
+    ready, idle, memory = json.loads(done.stdout)["cases"]
+    assert (ready["name"], idle["name"]) == ("start_to_ready", "idle_processor")
+    assert ready["median"] > 0 and memory["n"] == 2 and memory["median"] > 10
+    done = crossdock("bench", "startup", tmp_path / "none", "--repeats", "1")
+    assert done.returncode == 2 and done.stderr.count("crossdock: error:") == 1
+    assert "directory not found" in done.stderr
 
 
 def test_demo(checkpoint):

@@ -1,10 +1,11 @@
 import pytest
 
-from crossdock.comm import Board, SharedMemory, shm_bytes
+from crossdock.comm import Board, SharedMemory, build_world, shm_bytes
 from crossdock.comm import shared as shared_module
+from crossdock.comm import world as world_module
 from crossdock.comm.shared import has_total_store_order, require_total_store_order
 from crossdock.comm.world import resolve_device, resolve_transport
-from crossdock.core import CapacityError, ConfigError
+from crossdock.core import CapacityError, ConfigError, RankLost
 
 
 def test_more_than_is_free_is_refused_with_both_numbers(monkeypatch):
@@ -76,3 +77,13 @@ def test_transport_and_device_are_chosen_or_refused():
     assert resolve_device("cpu", 3, 4).type == "cpu"
     with pytest.raises(ConfigError, match="1000 CUDA devices"):
         resolve_device("cuda", 0, 1000)
+
+
+def test_a_rank_that_does_not_start_is_named_before_any_group_is_made(monkeypatch, tmp_path):
+    monkeypatch.setattr(world_module, "_START_S", 0.1)
+    memory = SharedMemory.create(shm_bytes(2))
+    fds = {"shm": memory.fd}
+    with pytest.raises(RankLost, match=r"come to the start within 0\.1 s: rank 1") as caught:
+        build_world(0, 2, "cpu", "collective", fds, str(tmp_path / "store"), 60.0)
+    assert caught.value.rank == 1
+    memory.close_fd()

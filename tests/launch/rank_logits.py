@@ -6,6 +6,7 @@ per step while its prompt lasts), "prefill" (prompt tokens; the rest is fed one 
 """
 
 import json
+import os
 import sys
 import tempfile
 
@@ -76,3 +77,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # gloo aborts now and then when its peers are gone first; the worker does the same

@@ -3,13 +3,15 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from crossdock import LLM, SamplingParams
-from crossdock.core import CrossdockError, RequestError, UserError
+from crossdock.core import CrossdockError, EngineConfig, RequestError, UserError
+from crossdock.launch import launch
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
@@ -193,6 +195,32 @@ def test_a_stopped_rank_is_named_after_the_deadline(storyteller: Path) -> None:
         llm.generate("Once", GREEDY)
     llm.close()
     assert alive(pids) == []
+
+
+def test_a_rank_stopped_while_it_loads_is_named(storyteller: Path) -> None:
+    stopped, over = threading.Event(), threading.Event()
+
+    def stop(rank: int, done: int, total: int) -> None:
+        if rank == 1 and not stopped.is_set():
+            stopped.set()
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGSTOP)
+            over.wait()  # whatever else it had said is not heard
+
+    config = EngineConfig(model=str(storyteller), ranks=2, device="cpu", deadline_s=2.0)
+    try:
+        with pytest.raises(CrossdockError, match="lost while loading: rank 1"):
+            launch(config, stop)
+    finally:
+        over.set()
+
+
+def test_a_stopped_rank_is_noticed_by_the_gateway(storyteller: Path) -> None:
+    """A lone rank: no other one waits for it."""
+    with LLM(str(storyteller), ranks=1, device="cpu", deadline_s=1.5) as llm:
+        os.kill(llm.client.pids[0], signal.SIGSTOP)
+        with pytest.raises(CrossdockError, match=r"lost: rank 0, last seen in idle.*stopped"):
+            llm.generate("Once", GREEDY)
 
 
 def test_a_killed_rank_is_named_at_once(storyteller: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from crossdock.layers import choose_products
+from crossdock.layers.linear import padded_rows
 
 
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 33, 200])
@@ -16,3 +17,10 @@ def test_cpu_float32_linear(rows: int) -> None:
         wide = torch.randn(rows, inner + 5)  # rows cut out of a wider tensor
         cut = wide[:, 2 : 2 + inner]
         torch.testing.assert_close(matmul(cut, w, None), cut @ w.t(), rtol=1e-4, atol=1e-4)
+
+
+def test_onednn_meets_few_numbers_of_rows() -> None:
+    """Each costs memory that is never given back."""
+    padded = [padded_rows(rows) for rows in range(1, 4097)]
+    assert all(p >= rows for rows, p in enumerate(padded, 1))
+    assert padded[:32] == list(range(1, 33)) and len(set(padded)) <= 110

@@ -264,7 +264,12 @@ def test_request_ids(server, caplog):
     lines = [r.getMessage() for r in caplog.records if r.name.startswith("crossdock.server")]
     assert any("abc-1 POST /v1/completions 200" in line for line in lines)
     assert any("prompt_tokens=4 output_tokens=16 ttft=0." in line for line in lines)
-    assert any("/no\\nFAKE 404" in line for line in lines) and not any("\n" in x for x in lines)
+    assert any("/no\\nFAKE 404" in line for line in lines)
+    refused = server.http.post("/v1/completions", json={**PROMPT, "a\nFAKE": 1})
+    assert refused.status_code == 400
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("crossdock.server")]
+    assert lines[-1].endswith("a\\nFAKE: unknown field")
+    assert not any("\n" in x for x in lines)
 
 
 def test_tokenize_and_back(server):

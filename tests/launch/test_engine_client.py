@@ -1,0 +1,122 @@
+"""The engine's client where users misbehave: ids used again, listeners that raise, late calls."""
+
+import subprocess
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from crossdock import LLM, SamplingParams
+from crossdock.comm import SharedMemory, shm_bytes
+from crossdock.core import CrossdockError, EngineConfig, UserError
+from crossdock.launch import Update
+from crossdock.launch.cluster import Cluster
+
+SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    model = Path(__file__).parents[2] / "checkpoints" / "storyteller"
+    with LLM(str(model), ranks=2, device="cpu") as engine:
+        yield engine
+
+
+def test_an_id_used_again_gets_nothing_of_its_predecessor(llm: LLM) -> None:
+    want = llm.generate([[7, 8, 9]], SHORT)[0].outputs[0].token_ids
+    for round_ in range(20):
+        running, ended, updates = threading.Event(), threading.Event(), []
+        replaced = threading.Event()
+
+        def hold(update: Update, running=running, replaced=replaced) -> None:
+            running.set()
+            assert replaced.wait(30)  # meanwhile the rank says more of it
+
+        def listen(update: Update, updates=updates, ended=ended) -> None:
+            updates.append(update)
+            if update.finish_reason is not None:
+                ended.set()
+
+        llm.client.submit("same", [100 + round_] * 9, LONG, hold)
+        assert running.wait(30)
+        llm.client.abort("same")
+        llm.client.submit("same", [7, 8, 9], SHORT, listen)
+        replaced.set()
+        assert ended.wait(30)
+        assert tuple(t for u in updates for t in u.token_ids) == want
+
+
+def test_a_listener_that_raises_loses_its_own_request_alone(llm: LLM) -> None:
+    called = threading.Event()
+
+    def listen(update: Update) -> None:
+        called.set()
+        raise OSError("the listener is broken")
+
+    for name in ("a", "b", "c", "d"):
+        llm.client.submit(name, [5, 6], LONG, listen)
+    assert called.wait(30)
+    outputs = llm.generate(["One", "Two", "Three", "Four"], SHORT)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * 4
+    assert llm.client.num_open() == 0 and llm.client.failure is None
+
+
+def test_integers_of_numpy_are_tokens_too(llm: LLM) -> None:
+    want = llm.generate([[5, 6, 7]], LONG)[0].outputs[0].token_ids
+    stop = SamplingParams(temperature=0, max_tokens=200, stop_token_ids=(np.int64(want[4]),))
+    got = llm.generate([np.array([5, 6, 7])], stop)[0].outputs[0]
+    assert got.token_ids == want[: want.index(want[4]) + 1]
+
+
+def test_the_first_of_n_choices_draws_what_a_single_one_does(llm: LLM) -> None:
+    one, many = (
+        llm.generate("Once", SamplingParams(seed=-5, n=n, max_tokens=12, ignore_eos=True))[0]
+        for n in (1, 3)
+    )
+    assert many.outputs[0].token_ids == one.outputs[0].token_ids
+
+
+def test_an_idle_rank_counts_its_wait_in_the_lockstep(llm: LLM) -> None:
+    llm.generate("Once", LONG)
+    for snapshot in llm.client.snapshots(timeout=30):
+        seconds, calls = snapshot.values["seconds"], snapshot.values["calls"]
+        assert calls["wait"] == calls["agree"] + calls["dispatch"] + calls["combine"]
+        assert seconds["agree"] <= seconds["wait"] <= seconds["step"]
+
+
+def test_after_close_a_request_is_refused_and_open_ones_end(storyteller: Path) -> None:
+    engine = LLM(str(storyteller), device="cpu")
+    ends: list[str | None] = []
+    params = SamplingParams(n=2, max_tokens=900, ignore_eos=True)
+    engine.client.submit("open", [5], params, lambda u: ends.append(u.finish_reason))
+    engine.close()
+    assert ends[-2:] == ["abort", "abort"] and ends[:-2] == [None] * (len(ends) - 2)
+    with pytest.raises(CrossdockError, match="closed"):
+        engine.generate("Once", SHORT)
+
+
+def test_ranks_that_were_started_end_if_a_later_one_cannot_be(
+    storyteller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        if len(started) == 2:
+            raise OSError(24, "Too many open files")
+        started.append(popen(*args, **kwargs))
+        return started[-1]
+
+    memory = SharedMemory.create(shm_bytes(3))
+    monkeypatch.setattr(subprocess, "Popen", start)
+    config = EngineConfig(model=str(storyteller), ranks=3, device="cpu")
+    with pytest.raises(OSError, match="open files"):
+        Cluster(config, lambda rank, message: None, lambda rank, why: None, {"shm": memory.fd})
+    assert [process.poll() for process in started] == [-9, -9]
+    memory.close_fd()
+
+
+def test_a_kv_cache_larger_than_the_memory_is_refused(storyteller: Path) -> None:
+    with pytest.raises(UserError, match="GiB are free; lower kv_memory_gib"):
+        LLM(str(storyteller), device="cpu", kv_memory_gib=2e5, max_num_seqs=10**8)
