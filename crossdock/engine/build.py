@@ -11,7 +11,7 @@ import torch
 from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
 from crossdock.comm import World, build_transport
-from crossdock.core import ConfigError, EngineConfig, ModelSpec, Placement, load_spec
+from crossdock.core import ConfigError, EngineConfig, Model, ModelSpec, Placement, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.engine import Engine
 from crossdock.engine.memory import kv_budget
@@ -74,12 +74,6 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         per_expert=config.invariant,
         recorder=recorder,
     )
-    # An estimate, for the progress bar: norms are left out, an expert in two slots is read once.
-    stored = DTYPE_BYTES["float8_e4m3fn" if spec.quant else spec.dtype]
-    to_read = stored * spec.params_with(min(placement.slots_per_rank, spec.moe.num_experts))
-    checkpoint = Checkpoint(
-        Path(config.model), spec.quant, dtype, world.device, on_progress, to_read
-    )
     context = ModelContext(
         rank=world.rank,
         device=world.device,
@@ -91,9 +85,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         max_model_len=max_len,
         board=world.board,
     )
-    model = build_model(spec, checkpoint, context)
-    weight_bytes = checkpoint.bytes_read
-    checkpoint.close()
+    model, weight_bytes = _load_model(Path(config.model), spec, context, on_progress)
     one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
     budget = kv_budget(config, one_page, max_len, world.device)
     kv = KVCache(
@@ -122,3 +114,17 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "load_seconds": time.perf_counter() - started,
     }
     return Engine(world, scheduler, runner, transport, recorder, info)
+
+
+def _load_model(
+    model_dir: Path, spec: ModelSpec, context: ModelContext, on_progress: OnProgress
+) -> tuple[Model, int]:
+    """The model with this rank's weights, and how many bytes were read for it."""
+    # An estimate, for the progress bar: norms are left out, an expert in two slots is read once.
+    stored = DTYPE_BYTES["float8_e4m3fn" if spec.quant else spec.dtype]
+    experts = min(context.placement.slots_per_rank, spec.moe.num_experts)
+    to_read = stored * spec.params_with(experts)
+    with Checkpoint(
+        model_dir, spec.quant, context.dtype, context.device, on_progress, to_read
+    ) as checkpoint:
+        return build_model(spec, checkpoint, context), checkpoint.bytes_read
