@@ -33,7 +33,6 @@ class MoELayer:
         # Per (row, k): the row, the gate and up halves, their product, the output, and fp32 sums.
         H, F, itemsize = weights.down_SHF.shape[1], spec.intermediate_size, context.dtype.itemsize
         entry_bytes = (2 * H + 3 * F) * itemsize + 4 * H
-        self._top_k = spec.top_k
         self._nothing = Routing(
             torch.empty(0, spec.top_k, dtype=torch.int64, device=context.device),
             torch.empty(0, spec.top_k, device=context.device),
@@ -78,7 +77,7 @@ class MoELayer:
         """permute -> experts -> unpermute, in pieces where there are very many rows."""
         N, step = received.x_NH.shape[0], self._rows_at_once
         if N == 0:
-            shape = (0, self._top_k) if self._transport.per_expert else (0,)
+            shape = received.slots_NK.shape if self._transport.per_expert else (0,)
             return received.x_NH.view(*shape, received.x_NH.shape[1])
         if step >= N:
             return self._run_piece(received)

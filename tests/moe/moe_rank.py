@@ -76,7 +76,10 @@ def run(case, rank, world, kind, invariant, dtype):
     out, yields = drive(layer.forward(x, keys))
     assert yields == 1 and world.board.where(rank)[:2] == ("combine", 1)
     snapshot = recorder.snapshot()
-    assert {"router", "dispatch", "experts", "shared", "combine"} <= set(snapshot["seconds"])
+    parts = {"router", "dispatch", "experts", "shared", "combine"}
+    if not len(mine):  # an idle rank spares itself what is of no use to the others
+        parts -= {"router", "shared"}
+    assert parts <= set(snapshot["seconds"])
     return {
         "out": out.float().cpu().numpy(),
         "mine": mine,
