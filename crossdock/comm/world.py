@@ -43,6 +43,8 @@ class World:
     waiter: Waiter
     group: Any = None
     memory: SharedMemory | None = None
+    store: Any = None
+    """Where CUDA ranks of the nvlink transport meet; None where nothing needs it."""
 
 
 def resolve_device(device: str, rank: int, size: int) -> torch.device:
@@ -115,11 +117,14 @@ def build_world(
     if kind == "collective" and size > 1:
         make = _nccl if place.type == "cuda" else _gloo
         group = make(_store(rendezvous, "data", size), rank, size, deadline_s)
+    store = _store(rendezvous, "symmetric", size) if kind == "nvlink" and size > 1 else None
     node = socket.gethostname()
     members = tuple(
         Member(r, node, f"cuda:{r}" if place.type == "cuda" else "cpu") for r in range(size)
     )
-    return World(rank, size, place, Topology(0, members), board, lockstep, waiter, group, memory)
+    return World(
+        rank, size, place, Topology(0, members), board, lockstep, waiter, group, memory, store
+    )
 
 
 def build_transport(
@@ -136,7 +141,7 @@ def build_transport(
 ) -> Transport:
     """
     Args:
-        kind: "auto", "local", "collective", or "shm"; as given to `build_world`.
+        kind: "auto", "local", "collective", "shm" or "nvlink"; as given to `build_world`.
         max_tokens: most tokens of a rank in one step.
     """
     kind = resolve_transport(kind, world.size, world.device.type)
@@ -150,6 +155,14 @@ def build_transport(
             world.group, world.rank, world.size, slots_per_rank, per_expert, paths, world.waiter,
             recorder,
         )  # fmt: skip
+    if kind == "nvlink":
+        # Imports triton.
+        from crossdock.comm.nvlink import NvlinkLayout, build_nvlink
+
+        place = NvlinkLayout(
+            world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert=per_expert
+        )
+        return build_nvlink(world, place, slots_per_rank, dtype, paths)
     layout = ShmLayout(world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert)
     if world.memory is None:
         raise ConfigError(

@@ -1,0 +1,19 @@
+"""Rows over NVLink by Triton kernels; on CPUs the same kernels in Triton's interpreter.
+
+Importing this imports triton, so it is done only where this transport is chosen.
+"""
+
+from crossdock.comm.nvlink.exchange import Arrived, Masked, NvlinkExchange, Segments
+from crossdock.comm.nvlink.layout import NvlinkLayout, nvlink_bytes
+from crossdock.comm.nvlink.transport import NvlinkTransport, build_nvlink
+
+__all__ = [
+    "Arrived",
+    "Masked",
+    "NvlinkExchange",
+    "NvlinkLayout",
+    "NvlinkTransport",
+    "Segments",
+    "build_nvlink",
+    "nvlink_bytes",
+]

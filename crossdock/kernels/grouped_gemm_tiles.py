@@ -1,0 +1,55 @@
+"""Tile shapes, measured once on an H200 and kept here: nothing is tuned at start.
+
+Rows are what a slot is expected to hold, known to the caller without asking the device.
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    bm: int
+    """rows"""
+    bo: int
+    """outputs"""
+    bk: int
+    """of the input width per step"""
+    warps: int
+    stages: int
+    swap: bool = False
+    """weights as the tensor core's left operand, see `grouped_gemm_triton`"""
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """128 rows x 256 outputs, see `grouped_gemm_hopper`."""
+
+    stages: int = 4
+
+
+GROUPED_FP8 = Tile(bm=128, bo=128, bk=128, warps=8, stages=3)
+# (most rows per slot, tile): the first that covers the expected rows, else the last.
+_FEW_FP8 = (
+    (16, Tile(bm=16, bo=128, bk=128, warps=4, stages=5, swap=True)),
+    (32, Tile(bm=32, bo=128, bk=128, warps=4, stages=5, swap=True)),
+    (64, Tile(bm=64, bo=128, bk=128, warps=4, stages=4)),
+)
+MASKED_FP8: tuple[tuple[int, Tile], ...] = (
+    *_FEW_FP8,
+    (128, Tile(bm=128, bo=128, bk=128, warps=8, stages=3)),
+)
+# Few rows are bound by reading the weights, which the portable kernel does as fast.
+HOPPER_MASKED_FP8: tuple[tuple[int, Tile | HopperTile], ...] = (*_FEW_FP8, (128, HopperTile()))
+MASKED_BF16 = (
+    (16, Tile(bm=16, bo=128, bk=64, warps=4, stages=5, swap=True)),
+    (32, Tile(bm=32, bo=128, bk=64, warps=4, stages=5, swap=True)),
+    (64, Tile(bm=64, bo=128, bk=64, warps=4, stages=4, swap=True)),
+    (128, Tile(bm=128, bo=256, bk=64, warps=8, stages=3)),
+)
+
+
+def tile_for(table: tuple[tuple[int, T], ...], rows: int) -> T:
+    return next((tile for most, tile in table if rows <= most), table[-1][1])

@@ -1,0 +1,131 @@
+"""Grouped and masked GEMM compiled, at real widths, every row against fp32 products."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels import grouped_gemm as layouts
+from crossdock.kernels import grouped_gemm_fp8 as gemm
+from crossdock.kernels import grouped_gemm_tiles as tiles
+from crossdock.kernels import quant
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+GROUPED = [None, tiles.GROUPED_FP8]
+MASKED = [tiles.HopperTile(), *(tile for _, tile in tiles.MASKED_FP8)]
+# Width 7168 is 56 blocks and 2048 is 16; outputs that are no multiple of 256, nor of 128.
+SHAPES = [(7168, 4096), (2048, 7168), (384, 1152), (256, 136)]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def poison() -> None:
+    """Fill the memory that the next outputs will come from with NaN."""
+    memory = torch.full((1 << 28,), float("nan"), dtype=torch.bfloat16, device=CUDA)
+    del memory
+
+
+def worst_row(got: Tensor, want: Tensor) -> float:
+    """Largest relative error of a row; inf where a row holds a NaN."""
+    if not want.numel():
+        return 0.0
+    rows = (got.float() - want).norm(dim=-1) / want.norm(dim=-1).clamp_min(1e-20)
+    return float(rows.nan_to_num(float("inf")).max())
+
+
+@pytest.mark.parametrize("tile", GROUPED, ids=["default", "portable"])
+@pytest.mark.parametrize("width,out", SHAPES)
+@pytest.mark.parametrize("counts", [[128, 1, 0, 700, 0], [0, 0, 0, 0, 1300], [0, 0, 0, 0, 0]])
+def test_grouped_fp8(
+    counts: list[int], width: int, out: int, tile: tiles.Tile | tiles.HopperTile | None
+) -> None:
+    x, x_scale = quant.quantise_rows(torch.randn(2048, width, device=CUDA))
+    w, w_scale = quant.quantise_weights(torch.randn(5, out, width, device=CUDA))
+    segments = layouts.segments_of(torch.tensor(counts, dtype=torch.int32, device=CUDA), 2048)
+    poison()
+    got = gemm.grouped_gemm_fp8(x, x_scale, w, w_scale, segments, tile=tile)
+    end = int(segments.offsets_S1[-1])
+    want = layouts.grouped_gemm_twin(
+        quant.dequantise_rows(x, x_scale), quant.dequantise_weights(w, w_scale), segments
+    )
+    assert worst_row(got[:end], want[:end]) < 6e-3
+
+
+@pytest.mark.parametrize("tile", GROUPED, ids=["default", "portable"])
+def test_grouped_fp8_gathers_rows(tile: tiles.Tile | None) -> None:
+    x, x_scale = quant.quantise_rows(torch.randn(300, 7168, device=CUDA))
+    w, w_scale = quant.quantise_weights(torch.randn(3, 1152, 7168, device=CUDA))
+    counts = torch.tensor([200, 0, 500], dtype=torch.int32, device=CUDA)
+    segments = layouts.segments_of(counts, 1024)
+    index = torch.randint(0, 300, (1024,), dtype=torch.int32, device=CUDA)
+    index[200:256] = -1
+    poison()
+    got = gemm.grouped_gemm_fp8(x, x_scale, w, w_scale, segments, index, tile=tile)[:768]
+    rows = quant.dequantise_rows(x, x_scale)[index.clamp_min(0).long()] * (index >= 0)[:, None]
+    want = layouts.grouped_gemm_twin(rows, quant.dequantise_weights(w, w_scale), segments)[:768]
+    assert worst_row(got, want) < 6e-3
+    assert (got[200:256] == 0).all()
+
+
+@pytest.mark.parametrize("tile", MASKED, ids=str)
+@pytest.mark.parametrize("width,out", SHAPES)
+@pytest.mark.parametrize("counts", [[16, 0, 1, 300], [0, 0, 0, 0], [0, 0, 0, 300]])
+def test_masked_fp8(
+    counts: list[int], width: int, out: int, tile: tiles.Tile | tiles.HopperTile
+) -> None:
+    x, x_scale = quant.quantise_rows(torch.randn(4 * 300, width, device=CUDA))
+    x, x_scale = x.view(4, 300, width), x_scale.view(4, 300, -1)
+    w, w_scale = quant.quantise_weights(torch.randn(4, out, width, device=CUDA))
+    counts_S = torch.tensor(counts, dtype=torch.int32, device=CUDA)
+    here = torch.arange(300, device=CUDA) < counts_S[:, None]
+    x_scale[~here] = float("nan")
+    poison()
+    got = gemm.masked_gemm_fp8(x, x_scale, w, w_scale, counts_S, 16, tile=tile)
+    rows = quant.dequantise_rows(x, x_scale)
+    want = layouts.masked_gemm_twin(rows, quant.dequantise_weights(w, w_scale), counts_S)
+    assert worst_row(got[here], want[here]) < 6e-3
+
+
+@pytest.mark.parametrize("expected", [16, 32, 64, 128])
+def test_masked_bf16(expected: int) -> None:
+    x = torch.randn(3, 150, 2048, device=CUDA).bfloat16()
+    w = torch.randn(3, 1160, 2048, device=CUDA).bfloat16()
+    counts_S = torch.tensor([150, 0, 7], dtype=torch.int32, device=CUDA)
+    poison()
+    got = gemm.masked_gemm_bf16(x, w, counts_S, expected)
+    here = torch.arange(150, device=CUDA) < counts_S[:, None]
+    want = layouts.masked_gemm_twin(x.float(), w.float(), counts_S)
+    assert worst_row(got[here], want[here]) < 6e-3
+
+
+def test_a_graph_replays_with_new_counts_and_rows() -> None:
+    x, x_scale = quant.quantise_rows(torch.randn(4 * 64, 2048, device=CUDA))
+    x, x_scale = x.view(4, 64, 2048), x_scale.view(4, 64, -1)
+    w, w_scale = quant.quantise_weights(torch.randn(4, 512, 2048, device=CUDA))
+    counts_S = torch.tensor([3, 0, 64, 1], dtype=torch.int32, device=CUDA)
+    gemm.masked_gemm_fp8(x, x_scale, w, w_scale, counts_S, 16)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gemm.masked_gemm_fp8(x, x_scale, w, w_scale, counts_S, 16)
+    for counts in ([64, 0, 0, 2], [0, 33, 5, 64]):
+        counts_S.copy_(torch.tensor(counts, dtype=torch.int32))
+        codes, scales = quant.quantise_rows(torch.randn(4 * 64, 2048, device=CUDA))
+        x.copy_(codes.view_as(x))
+        x_scale.copy_(scales.view_as(x_scale))
+        got.fill_(float("nan"))
+        graph.replay()
+        here = torch.arange(64, device=CUDA) < counts_S[:, None]
+        rows = quant.dequantise_rows(x, x_scale)
+        want = layouts.masked_gemm_twin(rows, quant.dequantise_weights(w, w_scale), counts_S)
+        assert worst_row(got[here], want[here]) < 6e-3
+        assert got[~here].isnan().all()  # nothing is written beyond the counts

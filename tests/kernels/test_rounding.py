@@ -1,0 +1,48 @@
+"""Casts in kernels against their torch twins, bit by bit."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from crossdock.kernels.rounding import dequantise_blocks_torch, quantise_blocks_torch
+
+SCRIPT = Path(__file__).with_name("cast_rows.py")
+
+
+def rows():
+    """Of all magnitudes, with zeros, ties of both formats and a block of zeros."""
+    x = torch.randn(24, 384) * torch.logspace(-6, 6, 24)[:, None]
+    x[0, :128] = 0
+    x[1, :128] = torch.arange(128) * 3.5  # the largest, 444.5, gives a scale near 1
+    x[2, :128] = torch.arange(128) / 2048  # E4M3's subnormals and their ties
+    x[2, 127] = 448
+    bits = torch.randint(0, 1 << 30, (384,), dtype=torch.int32) & ~0xFFFF | 0x8000
+    x[3] = (bits & 0x4FFFFFFF).view(torch.float32)  # halfway between two BF16
+    return x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_kernels_round_as_torch_does(tmp_path, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    x = rows()
+    torch.save(x, tmp_path / "in")
+    env = {**os.environ, "TRITON_INTERPRET": "1" if device == "cpu" else "0"}
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), str(tmp_path / "out"), device]
+    subprocess.run(command, env=env, check=True, timeout=120)
+    narrow, q, scales = torch.load(tmp_path / "out")
+    assert torch.equal(narrow.view(torch.int16), x.bfloat16().view(torch.int16))
+    want_q, want_scales = quantise_blocks_torch(x)
+    assert torch.equal(scales, want_scales)
+    assert torch.equal(q, want_q.view(torch.uint8))
+
+
+def test_a_block_keeps_its_values_to_one_part_in_sixteen():
+    x = rows()[4:]
+    back = dequantise_blocks_torch(*quantise_blocks_torch(x), torch.float32)
+    largest = x.unflatten(-1, (-1, 128)).abs().amax(-1).repeat_interleave(128, -1)
+    assert ((back - x).abs() <= x.abs() / 16 + largest / 448 / 512 * 1.01).all()
