@@ -96,6 +96,7 @@ class EngineClient:
             prefix_caching=config.prefix_caching,
         )
         self._cluster = Cluster(config, self._receive, self._lost, fds)
+        self._cluster.start()
 
     # -- starting and ending ---------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Cluster:
         on_exit: Callable[[int, str], None],
         fds: dict[str, int],
     ):
-        self.config = config
+        self.config, self._fds = config, fds
         self._on_message, self._on_exit = on_message, on_exit
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-")  # mode 0700
         self.closing = threading.Event()
@@ -47,26 +47,29 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stderr: list[deque[str]] = []
         self._stderr_threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Apart from the constructor: threads may call `on_exit`, which closes this, at once."""
+        store = os.path.join(self._rendezvous, "store")
         try:
-            for rank in range(config.ranks):
-                self._spawn(rank, fds)
-                self.send(rank, Start(rank, config, fds, os.path.join(self._rendezvous, "store")))
+            for rank in range(self.config.ranks):
+                self._spawn(rank)
+                self.send(rank, Start(rank, self.config, self._fds, store))
         except BaseException:
             self.close()
             raise
 
-    def _spawn(self, rank: int, fds: dict[str, int]) -> None:
+    def _spawn(self, rank: int) -> None:
         ours, theirs = channel_pair()
         threads = str(self.config.threads)
         env = {
             **os.environ,
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
-            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         }
         process = subprocess.Popen(
             [sys.executable, "-m", "crossdock.launch.worker", str(theirs), str(os.getpid())],
-            pass_fds=(theirs, *fds.values()),
+            pass_fds=(theirs, *self._fds.values()),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if _has_fileno() else subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -111,8 +111,9 @@ def test_ranks_that_were_started_end_if_a_later_one_cannot_be(
     memory = SharedMemory.create(shm_bytes(3))
     monkeypatch.setattr(subprocess, "Popen", start)
     config = EngineConfig(model=str(storyteller), ranks=3, device="cpu")
+    cluster = Cluster(config, print, print, {"shm": memory.fd})
     with pytest.raises(OSError, match="open files"):
-        Cluster(config, lambda rank, message: None, lambda rank, why: None, {"shm": memory.fd})
+        cluster.start()
     assert [process.poll() for process in started] == [-9, -9]
     memory.close_fd()
 
