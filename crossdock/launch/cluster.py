@@ -39,7 +39,9 @@ class Cluster:
     ):
         self.config, self._fds = config, fds
         self._on_message, self._on_exit = on_message, on_exit
-        self._rendezvous = tempfile.mkdtemp(prefix="crossdock-")  # mode 0700
+        # Only process groups meet in files; mkdtemp's mode is 0700.
+        in_files = config.transport == "collective"
+        self._rendezvous = tempfile.mkdtemp(prefix="crossdock-") if in_files else ""
         self.closing = threading.Event()
         self._lock = threading.Lock()
         self._outboxes: list[queue.SimpleQueue[Any]] = []
@@ -50,7 +52,7 @@ class Cluster:
 
     def start(self) -> None:
         """Apart from the constructor: threads may call `on_exit`, which closes this, at once."""
-        store = os.path.join(self._rendezvous, "store")
+        store = os.path.join(self._rendezvous, "store") if self._rendezvous else ""
         try:
             for rank in range(self.config.ranks):
                 self._spawn(rank)
@@ -172,7 +174,8 @@ class Cluster:
                 process.kill()
             for process in self._processes:
                 process.wait()
-            shutil.rmtree(self._rendezvous, ignore_errors=True)
+            if self._rendezvous:
+                shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 def _has_fileno() -> bool:

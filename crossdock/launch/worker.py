@@ -128,7 +128,8 @@ def _end_with(parent: int, rendezvous: str) -> None:
 
 def _clear_up(rendezvous: str) -> None:
     """What the parent no longer can."""
-    shutil.rmtree(os.path.dirname(rendezvous), ignore_errors=True)
+    if rendezvous:
+        shutil.rmtree(os.path.dirname(rendezvous), ignore_errors=True)
 
 
 def _progress(rank: int, channel: Channel):  # type: ignore[no-untyped-def]
