@@ -13,7 +13,7 @@ from crossdock.metrics import Recorder
 
 
 def drive(forward: Generator[None, None, Tensor]) -> Tensor:
-    """Runs one forward straight through: every communication is waited for where it begins."""
+    """Runs one forward straight through, with no work of another put where it yields."""
     while True:
         try:
             next(forward)

@@ -3,9 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from crossdock.comm import Board, SharedMemory, resolve_transport, shm_bytes
+from crossdock.comm import Board, SharedMemory, resolve_device, resolve_transport, shm_bytes
 from crossdock.comm.world import SHM
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
@@ -47,14 +45,7 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
 
 def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """Everything derived is derived here, once, so that all ranks are told the same."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < config.ranks:
-        raise ConfigError(
-            f"{config.ranks} ranks need as many CUDA devices, {torch.cuda.device_count()} are "
-            f"visible; lower ranks or set device = 'cpu'"
-        )
+    device = resolve_device(config.device, 0, config.ranks).type
     if device == "cuda" and config.invariant:
         raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
     derived: dict[str, Any] = {

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -132,7 +133,7 @@ def _clear_up(rendezvous: str) -> None:
         shutil.rmtree(os.path.dirname(rendezvous), ignore_errors=True)
 
 
-def _progress(rank: int, channel: Channel):  # type: ignore[no-untyped-def]
+def _progress(rank: int, channel: Channel) -> Callable[[int, int], None]:
     last = 0.0
 
     def report(done: int, total: int) -> None:
