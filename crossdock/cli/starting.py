@@ -51,6 +51,8 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "experts": spec.moe.num_experts,
         "slots": sum(slots),
         "max_model_len": client.max_model_len,
+        "transport": client.info[0]["transport"],
+        "transport_bytes": max(rank["transport_bytes"] for rank in client.info),
         "rank_memory": [
             {k: rank[k] for k in ("device", "weight_bytes", "kv_bytes", "kv_tokens")}
             for rank in client.info
@@ -64,10 +66,13 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     mode = ", invariant" if facts["invariant"] else ""
     where = f"{facts['ranks']} x {facts['device']}"
     threads = f"{facts['threads_per_rank']} thread" + "s" * (facts["threads_per_rank"] > 1)
+    nbytes = facts["transport_bytes"]
+    buffers = f", {_size(nbytes)} of buffers a rank" if nbytes else ""
     lines = [
         f"model      {facts['model']} ({facts['architecture']}, "
         f"{_count(facts['parameters'])} parameters, {facts['dtype']})",
         f"ranks      {where}, {threads} each{mode}; context {facts['max_model_len']:,} tokens",
+        f"transport  {facts['transport']}{buffers}",
         f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
     ]
     groups: dict[tuple[int, ...], list[int]] = {}

@@ -13,6 +13,7 @@ from crossdock.comm.world import (
     World,
     build_transport,
     build_world,
+    nvlink_reaches,
     resolve_device,
     resolve_transport,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "build_transport",
     "build_world",
     "free_memory",
+    "nvlink_reaches",
     "resolve_device",
     "resolve_transport",
     "shm_bytes",

@@ -13,7 +13,7 @@ from crossdock.comm.lockstep import broken
 from crossdock.comm.paths import PathBytes
 from crossdock.comm.sums import sum_rows, weigh_and_sum
 from crossdock.comm.waiting import Waiter
-from crossdock.core import Received, Routing
+from crossdock.core import Routing, Rows
 from crossdock.metrics import Recorder
 
 
@@ -66,11 +66,14 @@ class CollectiveTransport:
         waiter: Waiter,
         recorder: Recorder,
     ):
-        self.per_expert = per_expert
+        self.per_expert, self.on_device = per_expert, False
+        self.max_tokens = None
         self._group, self._rank, self._size, self._slots = group, rank, size, slots_per_rank
         self._paths, self._waiter, self._recorder = paths, waiter, recorder
 
-    def dispatch_begin(self, x_TH: Tensor, routing: Routing) -> _Dispatch:
+    def dispatch_begin(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> _Dispatch:
         size, slots_TK = self._size, routing.slots_TK
         dest_TK = torch.div(slots_TK, self._slots, rounding_mode="floor")
         # Column R takes the -1s; what remains says which rank needs which token, once.
@@ -105,13 +108,13 @@ class CollectiveTransport:
         )
         return _Dispatch(ticket, works, sent, got[0], got[2])
 
-    def dispatch_end(self, pending: _Dispatch) -> tuple[Received, CollectiveTicket]:
+    def dispatch_end(self, pending: _Dispatch) -> tuple[Rows, CollectiveTicket]:
         self._wait(pending.works, "dispatch")
         slots_NK = pending.ticket.slots_NK.sub_(self._rank * self._slots)
         foreign_NK = (slots_NK < 0) | (slots_NK >= self._slots)
         slots_NK.masked_fill_(foreign_NK, -1)
         weights_NK = pending.weights_NK.masked_fill_(foreign_NK, 0.0)
-        return Received("rows", pending.x_NH, slots_NK, weights_NK), pending.ticket
+        return Rows(pending.x_NH, slots_NK, weights_NK), pending.ticket
 
     def combine_begin(self, y: Tensor, ticket: CollectiveTicket) -> _Combine:
         out, back = ticket.rows_in, ticket.rows_out

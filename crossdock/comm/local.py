@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from crossdock.comm.sums import weigh_and_sum
-from crossdock.core import Received, Routing
+from crossdock.core import Routing, Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,17 +17,20 @@ class LocalTicket:
 
 class LocalTransport:
     def __init__(self, per_expert: bool):
-        self.per_expert = per_expert
+        self.per_expert, self.on_device = per_expert, False
+        self.max_tokens = None
         self._bytes = 0
 
-    def dispatch_begin(self, x_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def dispatch_begin(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> tuple[Tensor, Routing]:
         return x_TH, routing
 
-    def dispatch_end(self, pending: tuple[Tensor, Routing]) -> tuple[Received, LocalTicket]:
+    def dispatch_end(self, pending: tuple[Tensor, Routing]) -> tuple[Rows, LocalTicket]:
         x_TH, routing = pending
         weights_TK = routing.weights_TK.masked_fill(routing.slots_TK < 0, 0.0)
         self._bytes += x_TH.numel() * x_TH.element_size()
-        received = Received("rows", x_TH, routing.slots_TK, weights_TK)
+        received = Rows(x_TH, routing.slots_TK, weights_TK)
         return received, LocalTicket(routing, x_TH.dtype)
 
     def combine_begin(self, y: Tensor, ticket: LocalTicket) -> tuple[Tensor, LocalTicket]:

@@ -30,7 +30,7 @@ from crossdock.comm.paths import PathBytes
 from crossdock.comm.shared import SETS, SharedMemory, ShmLayout, require_total_store_order
 from crossdock.comm.sums import sum_rows, weigh_and_sum
 from crossdock.comm.waiting import Waiter
-from crossdock.core import CapacityError, CrossdockError, Received, Routing
+from crossdock.core import CapacityError, CrossdockError, Routing, Rows
 from crossdock.metrics import Recorder
 
 _DISPATCH, _COMBINE = range(2)
@@ -87,9 +87,10 @@ class ShmTransport:
                 f"the shm transport takes 2- and 4-byte floats and up to {_COUNT_MASK} tokens, "
                 f'got {dtype} and {layout.max_tokens}; set transport = "collective"'
             )
-        self.per_expert = layout.per_expert
+        self.per_expert, self.on_device = layout.per_expert, False
+        self.max_tokens = layout.max_tokens
         self._rank, self._size, self._slots = rank, layout.ranks, slots_per_rank
-        self._max_tokens, self._hidden, self._top_k = layout.max_tokens, layout.hidden, layout.top_k
+        self._hidden, self._top_k = layout.hidden, layout.top_k
         self._dtype, self._word = dtype, _WORD[dtype.itemsize]
         self._paths, self._waiter, self._recorder = paths, waiter, recorder
         self._row_bytes = layout.hidden * dtype.itemsize
@@ -110,7 +111,9 @@ class ShmTransport:
         self._epoch = 0
         self._in_flight = [False] * SETS
 
-    def dispatch_begin(self, x_TH: Tensor, routing: Routing) -> _Dispatch:
+    def dispatch_begin(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> _Dispatch:
         """
         Raises:
             CapacityError: more tokens than the buffers were made for.
@@ -146,7 +149,7 @@ class ShmTransport:
         self._paths.add(counts, self._row_bytes)
         return _Dispatch(epoch, x_TH, routing, meta_TW, rank_M, token_M, starts)
 
-    def dispatch_end(self, pending: _Dispatch) -> tuple[Received, ShmTicket]:
+    def dispatch_end(self, pending: _Dispatch) -> tuple[Rows, ShmTicket]:
         """
         Raises:
             RankLost: a rank did not come within the deadline.
@@ -174,7 +177,7 @@ class ShmTransport:
         slots_NK[foreign_NK] = -1
         weights_NK = self._weights(meta_NW).copy()
         weights_NK[foreign_NK] = 0.0
-        received = Received("rows", x_NH, torch.from_numpy(slots_NK), torch.from_numpy(weights_NK))
+        received = Rows(x_NH, torch.from_numpy(slots_NK), torch.from_numpy(weights_NK))
         return received, ShmTicket(pending, counts, meta_NW[:, 0], slots_NK)
 
     def combine_begin(self, y: Tensor, ticket: ShmTicket) -> ShmTicket:
@@ -185,7 +188,7 @@ class ShmTransport:
         moved = ticket.counts
         if self.per_expert:
             moved = self._scatter_entries(values, ticket, home, ends)
-        first = me * self._max_tokens
+        first = me * self.max_tokens
         for peer in (*self._peers, me):
             n, end = ticket.counts[peer], ends[peer]
             if n and not self.per_expert:
@@ -211,7 +214,7 @@ class ShmTransport:
             starts_R = np.array(sent.starts[:-1])
             order_M = sent.token_M.argsort(kind="stable")
             position_M = np.arange(len(order_M)) - starts_R[sent.rank_M]
-            cell_M = (sent.rank_M * self._max_tokens + position_M)[order_M]
+            cell_M = (sent.rank_M * self.max_tokens + position_M)[order_M]
             offsets_T = sent.token_M[order_M].searchsorted(self._token_T1[:tokens, 0])
             index, offsets = torch.from_numpy(cell_M), torch.from_numpy(offsets_T)
             self._await(_COMBINE, sent.epoch)
@@ -241,9 +244,9 @@ class ShmTransport:
         return [bounds[r + 1] - bounds[r] for r in range(self._size)]
 
     def _check(self, x_TH: Tensor) -> None:
-        if x_TH.shape[0] > self._max_tokens:
+        if x_TH.shape[0] > self.max_tokens:
             raise CapacityError(
-                f"{x_TH.shape[0]} tokens in a step, the buffers hold {self._max_tokens} per rank "
+                f"{x_TH.shape[0]} tokens in a step, the buffers hold {self.max_tokens} per rank "
                 "(max_num_batched_tokens)"
             )
         if x_TH.shape[1] != self._hidden or x_TH.dtype != self._dtype:

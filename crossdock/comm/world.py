@@ -63,17 +63,31 @@ def resolve_device(device: str, rank: int, size: int) -> torch.device:
     return torch.device("cuda", rank)
 
 
-def resolve_transport(choice: str, size: int, device_type: str) -> str:
-    """auto: local for one rank, shm for CPU ranks, else collective."""
+def resolve_transport(choice: str, size: int, device_type: str, nvlink: bool = False) -> str:
+    """auto: shm for CPU ranks, nvlink for CUDA ranks that it serves (`nvlink`), otherwise local for
+    one rank and collective for more."""
     if choice == "local" and size > 1:
         raise ConfigError(f"transport 'local' serves one rank, not {size}")
     if choice == "shm" and device_type != "cpu":
         raise ConfigError(f'transport "shm" serves CPU ranks, not {device_type}; use "collective"')
+    if choice == "nvlink" and size > 1 and device_type == "cuda" and not nvlink_reaches(size):
+        raise ConfigError(
+            'transport "nvlink" needs GPUs that read each other\'s memory, these do not; '
+            'use "collective"'
+        )
     if choice != "auto":
         return choice
+    if device_type == "cuda" and nvlink:
+        return "nvlink"
     if size == 1:
         return "local"
     return "shm" if device_type == "cpu" else "collective"
+
+
+def nvlink_reaches(size: int) -> bool:
+    """Whether each of the first `size` CUDA devices can read the memory of all others."""
+    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
 def build_world(
@@ -138,14 +152,18 @@ def build_transport(
     dtype: torch.dtype,
     per_expert: bool,
     recorder: Recorder,
+    on_device: bool = False,
+    fp8: bool = False,
 ) -> Transport:
     """
     Args:
         kind: "auto", "local", "collective", "shm" or "nvlink"; as given to `build_world`.
-        max_tokens: most tokens of a rank in one step.
+        max_tokens: most tokens of a rank that travel at once.
+        on_device: nvlink alone: rows whose number only the device knows, see `Transport`.
+        fp8: nvlink alone: rows travel to experts in FP8.
     """
     kind = resolve_transport(kind, world.size, world.device.type)
-    if world.size == 1:  # the others do the same with one rank, more slowly
+    if world.size == 1 and kind != "nvlink":  # the others do the same, more slowly
         return LocalTransport(per_expert)
     paths = PathBytes(world.rank, world.topology)
     if kind == "collective":
@@ -157,12 +175,12 @@ def build_transport(
         )  # fmt: skip
     if kind == "nvlink":
         # Imports triton.
-        from crossdock.comm.nvlink import NvlinkLayout, build_nvlink
+        from crossdock.comm.nvlink import build_nvlink, nvlink_layouts
 
-        place = NvlinkLayout(
-            world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert=per_expert
+        normal, low = nvlink_layouts(
+            world.size, max_tokens, hidden, top_k, dtype.itemsize, fp8, per_expert
         )
-        return build_nvlink(world, place, slots_per_rank, dtype, paths)
+        return build_nvlink(world, normal, slots_per_rank, dtype, paths, low, on_device)
     layout = ShmLayout(world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert)
     if world.memory is None:
         raise ConfigError(

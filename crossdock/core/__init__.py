@@ -16,11 +16,21 @@ from crossdock.core.errors import (
     RequestError,
     UserError,
 )
-from crossdock.core.hf_config import load_spec, parse_config
+from crossdock.core.hf_config import load_spec, parse_config, read_config
 from crossdock.core.model_spec import GQASpec, MLASpec, ModelSpec, MoESpec, QuantSpec, RopeSpec
-from crossdock.core.protocols import KV, Group, Lockstep, Model, Received, Transport
+from crossdock.core.protocols import (
+    KV,
+    Group,
+    Grouped,
+    Lockstep,
+    Masked,
+    Model,
+    Received,
+    Rows,
+    Transport,
+)
 from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
-from crossdock.core.topology import Member, Placement, Routing, Topology
+from crossdock.core.topology import Member, Move, Placement, Routing, Topology
 
 __all__ = [
     "KV",
@@ -32,12 +42,15 @@ __all__ = [
     "ForwardBatch",
     "GQASpec",
     "Group",
+    "Grouped",
     "Lockstep",
     "MLASpec",
+    "Masked",
     "Member",
     "MoESpec",
     "Model",
     "ModelSpec",
+    "Move",
     "Placement",
     "Plan",
     "QuantSpec",
@@ -47,6 +60,7 @@ __all__ = [
     "RequestError",
     "RopeSpec",
     "Routing",
+    "Rows",
     "Sampled",
     "SamplingParams",
     "Scheduled",
@@ -58,4 +72,5 @@ __all__ = [
     "UserError",
     "load_spec",
     "parse_config",
+    "read_config",
 ]

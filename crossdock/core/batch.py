@@ -52,6 +52,7 @@ class ForwardBatch:
     (page * page_size + offset). keys_T: int64, a hash of (request, position), for the replica
     choice. query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP:
     int64, rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
+    most_tokens: of any rank in this step, where the ranks agreed on it.
     """
 
     tokens_T: "Tensor"
@@ -63,6 +64,7 @@ class ForwardBatch:
     page_table_BP: "Tensor"
     sample_rows: "Tensor"
     num_decodes: int
+    most_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:

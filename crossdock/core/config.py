@@ -19,7 +19,13 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on a GPU."""
-    transport: Literal["auto", "local", "collective", "shm"] = "auto"
+    transport: Literal["auto", "local", "collective", "shm", "nvlink"] = "auto"
+    max_dispatch_tokens: int = 4096
+    """Tokens of a rank that travel to experts at once; steps with more send them in pieces."""
+    expert_workspace_gib: float = 4.0
+    """What the experts of a GPU may hold at once; more received rows are worked on in waves."""
+    fp8_experts: Literal["triton", "deepgemm"] = "triton"
+    """Products of FP8 experts: our own kernels, or DeepGEMM where it is installed."""
     redundant_experts: int | None = None
     """Physical slots beyond one per expert, per layer. None: as few as the ranks need."""
     invariant: bool = False
@@ -50,6 +56,7 @@ class EngineConfig:
             "threads",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_dispatch_tokens",
             "page_size",
             "load_window_tokens",
         ):
@@ -59,6 +66,7 @@ class EngineConfig:
         if self.redundant_experts is not None:
             _at_least("redundant_experts", self.redundant_experts, 0)
         _above_0("deadline_s", self.deadline_s)
+        _above_0("expert_workspace_gib", self.expert_workspace_gib)
         if self.kv_memory_gib is not None:
             _above_0("kv_memory_gib", self.kv_memory_gib)
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -31,6 +31,11 @@ def load_spec(model_dir: Path) -> ModelSpec:
             that is not supported.
     """
     path = Path(model_dir) / "config.json"
+    return parse_config(read_config(path), str(path))
+
+
+def read_config(path: Path) -> Config:
+    """The parsed config.json. Raises CheckpointError, naming the file."""
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
@@ -41,7 +46,7 @@ def load_spec(model_dir: Path) -> ModelSpec:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
-    return parse_config(config, str(path))
+    return config
 
 
 def parse_config(config: Config, where: str = "config.json") -> ModelSpec:

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,17 +17,49 @@ Pending = Any
 
 
 @dataclass(frozen=True, eq=False)
-class Received:
-    """Rows that reached this rank.
+class Rows:
+    """Rows that reached this rank, deduplicated, as they came; their number is known on the host.
 
-    layout "rows": x_NH deduplicated, as they came; slots_NK: int64 local slots, -1 elsewhere (also
-    for rows that are padding); weights_NK: float32, 0 where the slot is -1.
+    x_NH; slots_NK: int64 local slots, -1 elsewhere (also for rows that are padding); weights_NK:
+    float32, 0 where the slot is -1.
     """
 
-    layout: Literal["rows", "grouped", "masked"]
     x_NH: "Tensor"
     slots_NK: "Tensor"
     weights_NK: "Tensor"
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Rows as they came, and for each slot a segment of places that says which rows it works on.
+
+    x_NH, with scales_NG [N, H / 128] fp32 where it is FP8; weights_NK as in `Rows`. offsets_S1:
+    int32, where each slot's segment begins, multiples of 128, and the end of the last. rows_P:
+    int32, the row of each place, -1 where a segment is padded; beyond the last segment anything.
+    places_NK: int32, the place of each (row, k), -1 for none. counts_S: int32, rows of each slot.
+    """
+
+    x_NH: "Tensor"
+    scales_NG: "Tensor | None"
+    weights_NK: "Tensor"
+    offsets_S1: "Tensor"
+    rows_P: "Tensor"
+    places_NK: "Tensor"
+    counts_S: "Tensor"
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """x_SCH: of slot s the first counts_S[s] (int32) rows of C, with scales_SCG [S, C, H / 128]
+    fp32 where it is FP8. expected_rows: of a slot, if the experts were equally popular."""
+
+    x_SCH: "Tensor"
+    scales_SCG: "Tensor | None"
+    counts_S: "Tensor"
+    expected_rows: int
+
+
+Received = Rows | Grouped | Masked
 
 
 class Transport(Protocol):
@@ -37,11 +69,26 @@ class Transport(Protocol):
     of this rank, and home sums them in rank order. True (invariant mode): combine takes y_NKH,
     unweighted, and home weighs and sums them in top-k order. Rows travel in x's dtype; sums are
     fp32.
+
+    `on_device` False: `Rows` arrive. True: `Grouped` or `Masked` ones, and nothing is read on the
+    host; combine takes what the experts made of them, unweighted: y_PH by place or y_SCH. Of
+    `Grouped` rows it also takes y_NH, reduced.
+
+    `max_tokens`: the most that dispatch takes at once; None: any number.
     """
 
     per_expert: bool
+    on_device: bool
 
-    def dispatch_begin(self, x_TH: "Tensor", routing: "Routing") -> Pending: ...
+    @property
+    def max_tokens(self) -> int | None: ...
+
+    def dispatch_begin(
+        self, x_TH: "Tensor", routing: "Routing", most_tokens: int | None = None
+    ) -> Pending:
+        """`most_tokens`: of any rank, where all ranks know it; it may decide how rows travel."""
+        ...
+
     def dispatch_end(self, pending: Pending) -> "tuple[Received, Ticket]": ...
     def combine_begin(self, y: "Tensor", ticket: Ticket) -> Pending: ...
     def combine_end(self, pending: Pending) -> "Tensor": ...

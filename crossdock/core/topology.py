@@ -64,6 +64,16 @@ class Placement:
         return slots_EM, count_E
 
 
+@dataclass(frozen=True)
+class Move:
+    """One expert's weights from one physical slot of MoE layer `layer` to another."""
+
+    layer: int
+    expert: int
+    source: int
+    target: int
+
+
 @dataclass(frozen=True, eq=False)
 class Routing:
     """What the router chose. `slots_TK` (int64): physical slots, -1 where nothing is chosen;

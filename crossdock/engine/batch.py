@@ -10,7 +10,9 @@ from crossdock.core import ForwardBatch, Plan
 _KEY_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
-def make_batch(plan: Plan, page_size: int, device: torch.device) -> ForwardBatch:
+def make_batch(
+    plan: Plan, page_size: int, device: torch.device, most_tokens: int | None = None
+) -> ForwardBatch:
     """`plan.items` as tensors on `device`; a plan of no items gives a batch of no tokens."""
     items = plan.items
     query_lens = [len(item.tokens) for item in items]
@@ -39,6 +41,7 @@ def make_batch(plan: Plan, page_size: int, device: torch.device) -> ForwardBatch
         page_table_BP=table_BP.to(device),
         sample_rows=ends[samples].to(device),
         num_decodes=plan.num_decodes,
+        most_tokens=most_tokens,
     )
 
 

@@ -14,12 +14,13 @@ from crossdock.comm import World, build_transport
 from crossdock.core import ConfigError, EngineConfig, Model, ModelSpec, Placement, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.engine import Engine
-from crossdock.engine.memory import kv_budget
+from crossdock.engine.memory import expert_workspace, kv_budget
 from crossdock.engine.runner import Runner
 from crossdock.engine.sampler import Sampler
 from crossdock.metrics import Recorder
 from crossdock.models import ModelContext, build_model
 from crossdock.models.checkpoint import Checkpoint
+from crossdock.moe import run_on_device
 from crossdock.scheduler import Scheduler
 
 OnProgress = Callable[[int, int], None]
@@ -49,6 +50,15 @@ def initial_placement(config: EngineConfig, spec: ModelSpec) -> Placement:
     )
 
 
+def experts_on_device(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether rows are handed to the experts without a word to the host."""
+    return config.transport == "nvlink" and run_on_device(
+        device, dtype, spec.hidden_size, spec.moe.intermediate_size, config.invariant
+    )
+
+
 def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) -> Engine:
     """Loads this rank's weights and allocates its cache; `config.model` is a directory by now.
 
@@ -66,13 +76,14 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     transport = build_transport(
         config.transport,
         world,
-        max_tokens=config.max_num_batched_tokens,
+        max_tokens=min(config.max_num_batched_tokens, config.max_dispatch_tokens),
         hidden=spec.hidden_size,
         top_k=spec.moe.top_k,
         slots_per_rank=placement.slots_per_rank,
         dtype=dtype,
         per_expert=config.invariant,
         recorder=recorder,
+        on_device=experts_on_device(config, spec, world.device, dtype),
     )
     context = ModelContext(
         rank=world.rank,
@@ -84,6 +95,8 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         recorder=recorder,
         max_model_len=max_len,
         board=world.board,
+        expert_workspace=expert_workspace(config, world.device),
+        fp8_experts=config.fp8_experts,
     )
     model, weight_bytes = _load_model(Path(config.model), spec, context, on_progress)
     one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
@@ -111,6 +124,8 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "kv_bytes": budget.num_bytes,
         "kv_tokens": budget.num_pages * config.page_size,
         "kv_reason": budget.reason,
+        "transport": config.transport,
+        "transport_bytes": getattr(transport, "nbytes", 0),
         "load_seconds": time.perf_counter() - started,
     }
     return Engine(world, scheduler, runner, transport, recorder, info)

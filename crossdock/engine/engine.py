@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdock.comm import World
-from crossdock.core import Plan, Request, TokenOutput, Transport
+from crossdock.core import Plan, Request, Sampled, TokenOutput, Transport
 from crossdock.engine.runner import Runner
 from crossdock.metrics import Recorder
 from crossdock.scheduler import Scheduler
@@ -17,6 +17,7 @@ class Agreed:
 
     run: bool
     sleep: bool
+    most_tokens: int
 
 
 def agree(table: list[tuple[int, ...]]) -> Agreed:
@@ -24,7 +25,8 @@ def agree(table: list[tuple[int, ...]]) -> Agreed:
     the same wave: else a request announced to some but not yet to its rank would be missed."""
     work = any(row[0] for row in table)
     same_wave = len({row[1] for row in table}) == 1
-    return Agreed(run=any(row[2] for row in table), sleep=not work and same_wave)
+    most = max(row[2] for row in table)
+    return Agreed(run=most > 0, sleep=not work and same_wave, most_tokens=most)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Engine:
             plan = self.scheduler.plan()
             agreed = self._agree(plan)
             self.scheduler.advance(plan)
-            sampled = self.runner.run(plan) if agreed.run else [None] * len(plan.items)
+            sampled: list[Sampled | None] = [None] * len(plan.items)
+            if agreed.run:
+                sampled = self.runner.run(plan, agreed.most_tokens)
             return Step(self.scheduler.observe(plan, sampled), agreed.sleep)
 
     def _agree(self, plan: Plan) -> Agreed:

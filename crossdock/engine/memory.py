@@ -12,6 +12,15 @@ CPU_DEFAULT_BYTES = GIB // 2
 """On a CPU "free memory" belongs to everybody, so the default is a stated amount per rank."""
 
 
+CPU_EXPERT_BYTES = GIB // 4
+"""Enough that pieces cost nothing, and little enough that four ranks do not notice."""
+
+
+def expert_workspace(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the experts of a rank may hold at once."""
+    return CPU_EXPERT_BYTES if device.type == "cpu" else int(config.expert_workspace_gib * GIB)
+
+
 @dataclass(frozen=True)
 class KVBudget:
     num_pages: int

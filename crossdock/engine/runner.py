@@ -36,9 +36,10 @@ class Runner:
         self.device, self.recorder = device, recorder
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> list[Sampled | None]:
-        """One entry per item of `plan`, None where the prompt is not complete yet."""
-        batch = make_batch(plan, self.kv.page_size, self.device)
+    def run(self, plan: Plan, most_tokens: int | None = None) -> list[Sampled | None]:
+        """One entry per item of `plan`, None where the prompt is not complete yet. `most_tokens`:
+        of any rank in this step."""
+        batch = make_batch(plan, self.kv.page_size, self.device, most_tokens)
         hidden_TH = drive(self.model.forward(batch, self.kv))
         wanted = [item for item in plan.items if item.sample]
         if not wanted:

@@ -51,7 +51,9 @@ def grouped_gemm_fp8(
             # Its copies take consecutive rows only. Writing and reading each row once more costs
             # less than gathering the rows again for every column of tiles.
             end = segments.offsets_S1[-1:]
-            x_NI, x_scale_NB = gather_rows(x_NI, x_scale_NB, rows_N, end)
+            x_NI, gathered = gather_rows(x_NI, x_scale_NB, rows_N, end)
+            assert gathered is not None
+            x_scale_NB = gathered
         _launch_hopper(
             tile, x_NI, x_scale_NB, w_SOI, w_scale_SAB, out_NO,
             segments.tile_slots_M, segments.offsets_S1, 0,
@@ -136,11 +138,13 @@ def _masked(
             counts_S, None, capacity, most_tiles,
         )  # fmt: skip
         return out_SCO
+    more = tile.more or tile.bm
     masked_kernel[(triton.cdiv(out_width, tile.bo), slots)](
-        _describe(x_NI, tile.bm, tile.bk), x_scale_NB,
+        _describe(x_NI, tile.bm, tile.bk), _describe(x_NI, more, tile.bk), x_scale_NB,
         _describe(w_SOI.flatten(0, 1), tile.bo, tile.bk), w_scale_SAB, out_SCO, counts_S,
         capacity, out_width, *((0, 0) if x_scale_NB is None else x_scale_NB.stride()),
-        width=width, SCALED=x_scale_NB is not None, SWAP=tile.swap, BM=tile.bm, BO=tile.bo,
+        width=width, SCALED=x_scale_NB is not None, SWAP=tile.swap,
+        SWAP_MORE=tile.swap and x_scale_NB is None, BM=tile.bm, MORE=tile.more, BO=tile.bo,
         BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_SCO

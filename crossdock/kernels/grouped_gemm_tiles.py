@@ -21,6 +21,8 @@ class Tile:
     stages: int
     swap: bool = False
     """weights as the tensor core's left operand, see `grouped_gemm_triton`"""
+    more: int = 0
+    """rows of a tile in slots that have more than bm: popular experts get several times the mean"""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class HopperTile:
 GROUPED_FP8 = Tile(bm=128, bo=128, bk=128, warps=8, stages=3)
 # (most rows per slot, tile): the first that covers the expected rows, else the last.
 _FEW_FP8 = (
-    (16, Tile(bm=16, bo=128, bk=128, warps=4, stages=5, swap=True)),
-    (32, Tile(bm=32, bo=128, bk=128, warps=4, stages=5, swap=True)),
+    (16, Tile(bm=16, bo=128, bk=128, warps=4, stages=5, swap=True, more=64)),
+    (32, Tile(bm=32, bo=128, bk=128, warps=4, stages=5, swap=True, more=64)),
     (64, Tile(bm=64, bo=128, bk=128, warps=4, stages=4)),
 )
 MASKED_FP8: tuple[tuple[int, Tile], ...] = (
@@ -44,8 +46,8 @@ MASKED_FP8: tuple[tuple[int, Tile], ...] = (
 # Few rows are bound by reading the weights, which the portable kernel does as fast.
 HOPPER_MASKED_FP8: tuple[tuple[int, Tile | HopperTile], ...] = (*_FEW_FP8, (128, HopperTile()))
 MASKED_BF16 = (
-    (16, Tile(bm=16, bo=128, bk=64, warps=4, stages=5, swap=True)),
-    (32, Tile(bm=32, bo=128, bk=64, warps=4, stages=5, swap=True)),
+    (16, Tile(bm=16, bo=128, bk=64, warps=4, stages=5, swap=True, more=64)),
+    (32, Tile(bm=32, bo=128, bk=64, warps=4, stages=5, swap=True, more=64)),
     (64, Tile(bm=64, bo=128, bk=64, warps=4, stages=4, swap=True)),
     (128, Tile(bm=128, bo=256, bk=64, warps=8, stages=3)),
 )

@@ -112,32 +112,12 @@ def grouped_kernel(
 
 
 @triton.jit
-def masked_kernel(
-    x_desc,
-    x_scale_ptr,
-    w_desc,
-    w_scale_ptr,
-    out_ptr,
-    counts_ptr,
-    capacity,
-    out_width,
-    stride_scale_n,
-    stride_scale_b,
-    width: tl.constexpr,
-    SCALED: tl.constexpr,
-    SWAP: tl.constexpr,
-    BM: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """One program per (block of O, slot), down the slot's rows: none is launched for rows that
-    a slot does not have, and the weights are read from memory once where BM covers the count."""
-    o = tl.program_id(0) * BO
-    slot = tl.program_id(1)
-    count = tl.load(counts_ptr + slot)
-    scale_at = w_scale_ptr
-    if SCALED:
-        scale_at += (slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128) * (width // 128)
+def _slot_rows(
+    x_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity, out_width,
+    stride_scale_n, stride_scale_b,
+    width: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr,
+    BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     cols = o + tl.arange(0, BO)
     start = 0
     while start < count:
@@ -150,9 +130,34 @@ def masked_kernel(
             SCALED, False, SWAP, BM, BO, BK,
         )  # fmt: skip
         at = out_ptr + rows[:, None] * out_width + cols[None, :]
-        tl.store(
-            at,
-            cast_rows(acc, tl.bfloat16, INTERPRET),
-            mask=valid[:, None] & (cols < out_width)[None, :],
-        )
+        value = cast_rows(acc, tl.bfloat16, INTERPRET)
+        tl.store(at, value, mask=valid[:, None] & (cols < out_width)[None, :])
         start += BM
+
+
+@triton.jit
+def masked_kernel(
+    x_desc, x_more_desc, x_scale_ptr, w_desc, w_scale_ptr, out_ptr, counts_ptr, capacity, out_width,
+    stride_scale_n, stride_scale_b,
+    width: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr, SWAP_MORE: tl.constexpr,
+    BM: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """One program per (block of O, slot), down the slot's rows: none is launched for rows that
+    a slot does not have, and the weights are read from memory once where BM covers the count. Slots
+    with more rows take tiles of MORE rows (0: of BM as well)."""
+    o = tl.program_id(0) * BO
+    slot = tl.program_id(1)
+    count = tl.load(counts_ptr + slot)
+    scale_at = w_scale_ptr
+    if SCALED:
+        scale_at += (slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128) * (width // 128)
+    if MORE and count > BM:
+        _slot_rows(
+            x_more_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity,
+            out_width, stride_scale_n, stride_scale_b, width, SCALED, SWAP_MORE, MORE, BO, BK,
+        )  # fmt: skip
+    else:
+        _slot_rows(
+            x_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity,
+            out_width, stride_scale_n, stride_scale_b, width, SCALED, SWAP, BM, BO, BK,
+        )  # fmt: skip

@@ -3,10 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from crossdock.comm import Board, SharedMemory, resolve_device, resolve_transport, shm_bytes
+from crossdock.comm import (
+    Board,
+    SharedMemory,
+    nvlink_reaches,
+    resolve_device,
+    resolve_transport,
+    shm_bytes,
+)
 from crossdock.comm.world import SHM
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
+from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK
 from crossdock.engine import initial_placement, resolve_dtype, resolve_max_model_len
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.hub import resolve_model
@@ -48,13 +56,19 @@ def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     device = resolve_device(config.device, 0, config.ranks).type
     if device == "cuda" and config.invariant:
         raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
+    nvlink = device == "cuda" and _nvlink_serves(config, spec)
     derived: dict[str, Any] = {
         "device": device,
-        "transport": resolve_transport(config.transport, config.ranks, device),
+        "transport": resolve_transport(config.transport, config.ranks, device, nvlink),
         "dtype": resolve_dtype(config, spec, device),
         "max_model_len": resolve_max_model_len(config, spec),
     }
     return replace(config, **derived)
+
+
+def _nvlink_serves(config: EngineConfig, spec: ModelSpec) -> bool:
+    fits = spec.hidden_size % SCALE_BLOCK == 0 and spec.moe.top_k <= MAX_TOP_K
+    return fits and nvlink_reaches(config.ranks)
 
 
 def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -63,7 +77,7 @@ def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
         return shm_bytes(config.ranks)
     return shm_bytes(
         config.ranks,
-        config.max_num_batched_tokens,
+        min(config.max_num_batched_tokens, config.max_dispatch_tokens),
         spec.hidden_size,
         spec.moe.top_k,
         DTYPE_BYTES[config.dtype],

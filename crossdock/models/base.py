@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,9 @@ class ModelContext:
     """Positions the rotary tables hold."""
     board: Board = field(default_factory=lambda: Board(0, 1))
     """Where the layers say which stage they are in."""
+    expert_workspace: int = 256 << 20
+    """Bytes that the experts of a layer may hold at once."""
+    fp8_experts: Literal["triton", "deepgemm"] = "triton"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class Family:
 
 
 class MoEBlock(Protocol):
-    def forward(self, x_TH: Tensor, keys_T: Tensor) -> Generator[None, None, Tensor]: ...
+    def forward(
+        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
+    ) -> Generator[None, None, Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +109,7 @@ class Decoder:
                     x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
             if layer.moe is not None:
                 h_TH = x_TH if idle else layer.ffn_norm(x_TH)
-                y_TH = yield from layer.moe.forward(h_TH, batch.keys_T)
+                y_TH = yield from layer.moe.forward(h_TH, batch.keys_T, batch.most_tokens)
                 x_TH = x_TH + y_TH
             elif layer.mlp is not None and not idle:
                 x_TH = x_TH + layer.mlp(layer.ffn_norm(x_TH))
@@ -129,6 +134,8 @@ def build_decoder(
         device=context.device,
         dtype=context.dtype,
         board=context.board,
+        workspace=context.expert_workspace,
+        fp8_experts=context.fp8_experts,
     )
     V, H = spec.vocab_size, spec.hidden_size
     embedding_VH = source.get("model.embed_tokens.weight", (V, H))

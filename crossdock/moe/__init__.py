@@ -4,6 +4,7 @@ Knows experts and placements; not which model they belong to, nor requests.
 """
 
 from crossdock.moe.context import ExpertLoad, MoEContext, MoEWeights
+from crossdock.moe.experts import run_on_device
 from crossdock.moe.layer import MoELayer, build_moe_layer
 from crossdock.moe.router import Router, SlotMap
 
@@ -15,4 +16,5 @@ __all__ = [
     "Router",
     "SlotMap",
     "build_moe_layer",
+    "run_on_device",
 ]

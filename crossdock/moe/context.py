@@ -1,6 +1,7 @@
 """What every MoE layer of a rank shares, and the counts of what its experts got."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ class MoEContext:
     """One per rank, shared by its MoE layers: `load` counts for all of them.
 
     `matmul(x_NI, w_OI, b_O or None)`: the products the model is built with. `board`: where the
-    layers say which stage they are in.
+    layers say which stage they are in. `workspace`: bytes that experts may hold at once, of all
+    layers together. `fp8_experts`: the library of FP8 products.
     """
 
     rank: int
@@ -47,6 +49,8 @@ class MoEContext:
     device: torch.device
     dtype: torch.dtype
     board: Board = field(default_factory=lambda: Board(0, 1))
+    workspace: int = 256 << 20
+    fp8_experts: Literal["triton", "deepgemm"] = "triton"
     load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,9 +62,12 @@ class MoEContext:
 @dataclass(frozen=True, eq=False)
 class MoEWeights:
     """Of one layer, this rank's share: router [E, H] fp32, correction bias [E] fp32 or None, and
-    the experts of its S slots, gate rows before up rows."""
+    the experts of its S slots, gate rows before up rows; FP8 ones with fp32 scales per 128x128,
+    [S, 2F / 128, H / 128] and [S, H / 128, F / 128]."""
 
     router_EH: Tensor
     bias_E: Tensor | None
     gate_up_SFH: Tensor
     down_SHF: Tensor
+    gate_up_scale_SAB: Tensor | None = None
+    down_scale_SAB: Tensor | None = None

@@ -6,14 +6,10 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from crossdock.core import MoESpec, Received, Routing
+from crossdock.core import MoESpec, Routing
 from crossdock.moe.context import MoEContext, MoEWeights
 from crossdock.moe.experts import build_experts
-from crossdock.moe.permute import permute, unpermute, unpermute_per_expert
 from crossdock.moe.router import Router
-
-_WORKSPACE_BYTES = 256 << 20
-"""What the experts may hold at once; more received rows are worked on in pieces."""
 
 
 class MoELayer:
@@ -26,25 +22,39 @@ class MoELayer:
         context: MoEContext,
     ):
         self.router = Router(spec, index, weights, context)
-        self.experts = build_experts(weights, context)
+        self.experts = build_experts(weights, context, spec.top_k, context.load.rows_LS[index])
         self.shared, self._index = shared, index
         self._transport, self._recorder = context.transport, context.recorder
-        self._board, self._rows_S = context.board, context.load.rows_LS[index]
-        # Per (row, k): the row, the gate and up halves, their product, the output, and fp32 sums.
-        H, F, itemsize = weights.down_SHF.shape[1], spec.intermediate_size, context.dtype.itemsize
-        entry_bytes = (2 * H + 3 * F) * itemsize + 4 * H
+        self._board = context.board
         self._nothing = Routing(
             torch.empty(0, spec.top_k, dtype=torch.int64, device=context.device),
             torch.empty(0, spec.top_k, device=context.device),
         )
-        self._rows_at_once = max(1, _WORKSPACE_BYTES // (spec.top_k * entry_bytes))
 
-    def forward(self, x_TH: Tensor, keys_T: Tensor) -> Generator[None, None, Tensor]:
-        """[T, H]; T may be 0. Yields once, with the dispatch in flight.
+    def forward(
+        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
+    ) -> Generator[None, None, Tensor]:
+        """[T, H]; T may be 0. Yields with a dispatch in flight: once, or as often as the tokens of
+        the rank that has most exceed what the transport takes at once.
 
         Args:
             keys_T: int64, a hash of (request, position).
+            most_tokens: of any rank in this step, the same on all of them; None: at most what the
+                transport takes.
         """
+        step = self._transport.max_tokens
+        if step is None or most_tokens is None or most_tokens <= step:
+            return (yield from self._exchange(x_TH, keys_T, most_tokens))
+        parts = []
+        for start in range(0, most_tokens, step):
+            piece = slice(start, start + step)  # a rank with fewer tokens runs out of them
+            most = min(step, most_tokens - start)
+            parts.append((yield from self._exchange(x_TH[piece], keys_T[piece], most)))
+        return torch.cat(parts)
+
+    def _exchange(
+        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None
+    ) -> Generator[None, None, Tensor]:
         clock, observe, transport = time.perf_counter, self._recorder.observe, self._transport
         t0 = clock()
         idle = x_TH.shape[0] == 0  # such a rank makes the others wait for all it does
@@ -52,7 +62,7 @@ class MoELayer:
         t1 = clock()
         observe("router", t1 - t0)
         self._board.enter("dispatch", self._index)
-        pending = transport.dispatch_begin(x_TH, routing)
+        pending = transport.dispatch_begin(x_TH, routing, most_tokens)
         begun = clock() - t1
         yield
         shared_TH = None
@@ -65,36 +75,13 @@ class MoELayer:
         t4 = clock()
         observe("dispatch", begun + t4 - t3)
         self._board.enter("experts", self._index)
-        y = self._run(received)
+        y = self.experts(received)
         t5 = clock()
         observe("experts", t5 - t4)
         self._board.enter("combine", self._index)
         out_TH = transport.combine_end(transport.combine_begin(y, ticket))
         observe("combine", clock() - t5)
         return out_TH if shared_TH is None else out_TH + shared_TH
-
-    def _run(self, received: Received) -> Tensor:
-        """permute -> experts -> unpermute, in pieces where there are very many rows."""
-        N, step = received.x_NH.shape[0], self._rows_at_once
-        if N == 0:
-            shape = received.slots_NK.shape if self._transport.per_expert else (0,)
-            return received.x_NH.view(*shape, received.x_NH.shape[1])
-        if step >= N:
-            return self._run_piece(received)
-        parts = zip(
-            received.x_NH.split(step),
-            received.slots_NK.split(step),
-            received.weights_NK.split(step),
-            strict=True,
-        )
-        return torch.cat([self._run_piece(Received("rows", *part)) for part in parts])
-
-    def _run_piece(self, received: Received) -> Tensor:
-        permuted = permute(received, self._rows_S.shape[0])
-        self._rows_S.add_(permuted.counts_S)
-        out_MH = self.experts(permuted)
-        restore = unpermute_per_expert if self._transport.per_expert else unpermute
-        return restore(out_MH, permuted, received)
 
 
 def build_moe_layer(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.core import Received
+from crossdock.core import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Permuted:
     order_M: Tensor
 
 
-def permute(received: Received, num_slots: int) -> Permuted:
+def permute(received: Rows, num_slots: int) -> Permuted:
     slots = received.slots_NK.reshape(-1)
     entries = (slots >= 0).nonzero().view(-1)
     slot, order_M = slots.index_select(0, entries).sort(stable=True)
@@ -39,7 +39,7 @@ def permute(received: Received, num_slots: int) -> Permuted:
     return Permuted(x_MH, counts_S, counts_S.cumsum(0), entry_M, order_M)
 
 
-def unpermute(out_MH: Tensor, permuted: Permuted, received: Received) -> Tensor:
+def unpermute(out_MH: Tensor, permuted: Permuted, received: Rows) -> Tensor:
     """[N, H], each row's experts weighted and summed in fp32; zero for rows without a slot."""
     slots_NK, weights_NK = received.slots_NK, received.weights_NK
     if not out_MH.shape[0]:
@@ -58,7 +58,7 @@ def unpermute(out_MH: Tensor, permuted: Permuted, received: Received) -> Tensor:
     return y_NH.to(out_MH.dtype)
 
 
-def unpermute_per_expert(out_MH: Tensor, permuted: Permuted, received: Received) -> Tensor:
+def unpermute_per_expert(out_MH: Tensor, permuted: Permuted, received: Rows) -> Tensor:
     """[N, K, H], unweighted; undefined where the slot is -1."""
     N, K = received.slots_NK.shape
     y_EH = out_MH.new_empty(N * K, out_MH.shape[1])

@@ -4,6 +4,8 @@ Scores and choice: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arX
 section 2.1.2), Qwen3-MoE, Mixtral, OLMoE; differences are fields of `MoESpec`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,8 @@ class Router:
         self.spec = spec
         self.router_EH, self.bias_E = weights.router_EH, weights.bias_E
         self.slot_map = SlotMap(context.placement, index, context.device)
-        self._matmul, self._invariant = context.matmul, context.invariant
+        self._invariant = context.invariant
+        self._logits = _choose_logits(weights.router_EH, context)
         self._tokens_E = context.load.tokens_LE[index]
         # Among equal scores the lowest id wins, so it gets the highest low bits of the key.
         self._low_bits_E = torch.arange(spec.num_experts - 1, -1, -1, device=context.device)
@@ -39,7 +42,7 @@ class Router:
     def choose(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """`(ids_TK, weights_TK)`: logical experts by falling score, and their fp32 weights."""
         spec, bias_E = self.spec, self.bias_E
-        scores_TE = self._scores(self._matmul(x_TH.float(), self.router_EH, None))
+        scores_TE = self._scores(self._logits(x_TH))
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
         if spec.num_groups > 1:
             choice_TE = self._within_groups(choice_TE)
@@ -91,6 +94,18 @@ class Router:
         low_bits = self._low_bits_E[-scores_TE.shape[1] :]
         keys_TE = (bits_TE.long() << _ID_BITS).add_(low_bits)
         return keys_TE.topk(k, dim=-1)[1]
+
+
+def _choose_logits(router_EH: Tensor, context: MoEContext) -> Callable[[Tensor], Tensor]:
+    """float32 logits. On CUDA the tensor cores do it wherever the weights are BF16 in truth, as
+    checkpoints store them: products of BF16 are exact in float32, and a float32 product takes ten
+    times as long (294 us for 4,096 tokens of width 7,168 and 256 experts on an H200)."""
+    on_cuda = context.device.type == "cuda" and context.dtype == torch.bfloat16
+    if on_cuda and not context.invariant:
+        narrow_EH = router_EH.bfloat16()
+        if torch.equal(narrow_EH.float(), router_EH):
+            return lambda x_TH: torch.mm(x_TH, narrow_EH.t(), out_dtype=torch.float32)
+    return lambda x_TH: context.matmul(x_TH.float(), router_EH, None)
 
 
 class SlotMap:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from crossdock.comm import build_transport, build_world
 from crossdock.comm.nvlink import NvlinkLayout, build_nvlink
 from crossdock.comm.paths import PathBytes
-from crossdock.core import RankLost, Routing
+from crossdock.core import RankLost, Routing, Rows
 from crossdock.kernels.combine import reduce_rows_torch
 from crossdock.kernels.dispatch import staging_torch
 from crossdock.kernels.rounding import quantise_blocks_torch
@@ -61,7 +61,7 @@ class Rank:
             "slots_per_rank": case["slots"], "dtype": dtype, "per_expert": case["per_expert"],
         }  # fmt: skip
         oracle = build_transport("collective", world, recorder=Recorder(), **shape)
-        if not case["fp8"]:
+        if not case["fp8"] and world.size > 1:
             nvlink = build_transport("nvlink", world, recorder=Recorder(), **shape)
             self.poison(nvlink.exchange)
             return oracle, nvlink
@@ -88,7 +88,6 @@ class Rank:
         oracle, nvlink = self.transports(case)
         rng = np.random.default_rng(case["seed"])
         dtype, size = getattr(torch, case["dtype"]), case["size"]
-        expect = {"node": 0, "self": 0}
         for tokens_R in case["tokens"]:
             steps = [make_step(rng, case, tokens_R[r]) for r in range(size)]
             x, slots, weights = (torch.from_numpy(t).to(self.device) for t in steps[self.rank])
@@ -98,6 +97,7 @@ class Rank:
                 q, scale = quantise_blocks_torch(x)
                 blocks = q.float().unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)
                 sent = blocks.flatten(-2).to(dtype)
+            told, asked = dict(nvlink.bytes_sent()), dict(oracle.bytes_sent())
             want, got = oracle.dispatch_begin(sent, routing), nvlink.dispatch_begin(x, routing)
             (want, ticket), (got, mine) = oracle.dispatch_end(want), nvlink.dispatch_end(got)
             self.same_rows(want, got)
@@ -106,24 +106,33 @@ class Rank:
             out = nvlink.combine_end(nvlink.combine_begin(y, mine))
             expected = oracle.combine_end(oracle.combine_begin(wanted, ticket))
             torch.testing.assert_close(out, expected, rtol=0, atol=0)
+            plain = self.moved(nvlink, told)
+            assert case["fp8"] or plain == self.moved(oracle, asked)
+            told = dict(nvlink.bytes_sent())
+            self.fused_rows(case, nvlink.exchange, x, routing, want, expected)
+            assert self.moved(nvlink, told) == plain
             if not case["fp8"]:
                 self.segments(case, nvlink.exchange, oracle, x, routing)
-            expect = {key: oracle.bytes_sent()[key] for key in expect}
-        if not case["fp8"]:
-            assert {key: nvlink.bytes_sent()[key] for key in expect} == expect
+
+    def moved(self, transport, told):
+        return {key: transport.bytes_sent()[key] - told[key] for key in ("node", "self")}
 
     def segments(self, case, exchange, oracle, x, routing):
-        """Once more, the experts' rows in the order of aligned segments and reduced on the way."""
+        """The experts' rows in the order of aligned segments and reduced on the way, and once more
+        rows as they came, both halves in one launch."""
+        given = routing.slots_TK, routing.weights_TK
         want, ticket = oracle.dispatch_end(oracle.dispatch_begin(x, routing))
-        exchange.dispatch_send(0, x, routing.slots_TK, routing.weights_TK)
-        arrived = exchange.dispatch_rows(0)
-        segments = exchange.place(0, arrived, 8)
-        here = arrived.slots_NK >= 0
-        y_NKH = self.outputs(arrived.rows, arrived.slots_NK)
-        y = x.new_full((len(segments.rows), x.shape[1]), NAN)
-        y[segments.places_NK[here].long()] = y_NKH[here]
+        exchange.dispatch_send(0, x, *given)
+        arrived, segments = exchange.dispatch_segments(0, 8)
+        y = self.segmented(exchange, arrived, segments)
         exchange.combine_segments(0, y, arrived, segments)
-        out = exchange.combine_home(0, routing.slots_TK, routing.weights_TK)
+        out = exchange.combine_home(0, *given)
+        arrived = exchange.dispatch_rows_fused(0, x, *given)
+        self.same_rows(want, Rows(arrived.rows, arrived.slots_NK, arrived.weights_NK))
+        segments = exchange.place(0, arrived, 8)
+        y = self.segmented(exchange, arrived, segments)
+        again = exchange.combine_segments_fused(0, y, arrived, segments, *given)
+        assert torch.equal(out, again)
         exchange.check()
         wanted = self.outputs(want.x_NH, want.slots_NK)
         if not case["per_expert"]:
@@ -133,6 +142,28 @@ class Rank:
         # The order of fp32 sums may differ, and with it a last bit of what travels.
         error = 2 * torch.finfo(x.dtype).eps
         torch.testing.assert_close(out, expected, rtol=error, atol=16 * error)
+
+    def segmented(self, exchange, arrived, segments):
+        here = arrived.slots_NK >= 0
+        rows = arrived.rows
+        y = rows.new_full((len(segments.rows), rows.shape[1]), NAN)
+        y[segments.places_NK[here].long()] = self.outputs(rows, arrived.slots_NK)[here]
+        return y
+
+    def fused_rows(self, case, exchange, x, routing, want, expected):
+        """Rows as they came, both halves in one launch."""
+        given = routing.slots_TK, routing.weights_TK
+        arrived = exchange.dispatch_rows_fused(1, x, *given)
+        got = Rows(arrived.rows, arrived.slots_NK, arrived.weights_NK)
+        if not case["fp8"]:
+            self.same_rows(want, got)
+        else:
+            blocks = got.x_NH.float().unflatten(-1, (-1, 128)) * arrived.scales.unsqueeze(-1)
+            got = Rows(blocks.flatten(-2).to(x.dtype), got.slots_NK, got.weights_NK)
+        y = self.experts(case, got).contiguous()
+        out = exchange.combine_rows_fused(1, y, arrived, *given)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+        exchange.check()
 
     def outputs(self, x_NH, slots_NK):
         """Of each expert, unweighted and rounded as it would be; NaN where there is none."""
@@ -192,13 +223,14 @@ class Rank:
         exchange, rng = nvlink.exchange, np.random.default_rng(case["seed"])
         dtype, size, hidden = getattr(torch, case["dtype"]), case["size"], case["hidden"]
         S, C = case["slots"], size * case["max_tokens"]
-        for tokens_two in case["tokens"]:
-            batches = []
+        for n, tokens_two in enumerate(case["tokens"]):
+            batches, fused = [], n % 2 == 1
             for at, tokens_R in enumerate(tokens_two):
                 steps = [make_step(rng, case, tokens_R[r]) for r in range(size)]
                 x, slots, weights = (torch.from_numpy(t).to(self.device) for t in steps[self.rank])
                 batches.append((at, x.to(dtype), slots, weights))
-                exchange.dispatch_send(at, *batches[-1][1:])
+                if not fused:
+                    exchange.dispatch_send(at, *batches[-1][1:])
             for at, x, slots, weights in batches:
                 want, ticket = oracle.dispatch_end(
                     oracle.dispatch_begin(x, Routing(slots, weights))
@@ -207,10 +239,16 @@ class Rank:
                 if case["fp8"]:
                     q = q.to(torch.float8_e4m3fn)
                     scales = torch.full((S, C, hidden // 128), NAN, device=self.device)
-                masked = exchange.dispatch_masked(at, q, scales)
+                if fused:
+                    masked = exchange.dispatch_masked_fused(at, x, slots, weights, q, scales)
+                else:
+                    masked = exchange.dispatch_masked(at, q, scales)
                 y, expected = self.check_masked(case, want, masked)
-                exchange.combine_masked(at, y, masked)
-                out = exchange.combine_home(at, slots, weights)
+                if fused:
+                    out = exchange.combine_masked_fused(at, y, masked, slots, weights)
+                else:
+                    exchange.combine_masked(at, y, masked)
+                    out = exchange.combine_home(at, slots, weights)
                 exchange.check()
                 home = oracle.combine_end(oracle.combine_begin(expected, ticket))
                 torch.testing.assert_close(
@@ -248,9 +286,22 @@ class Rank:
         index = index.masked_fill(want.slots_NK < 0, -1)
         return y, reduce_rows_torch(y_NKH.flatten(0, 1), index, want.weights_NK)
 
+    def send(self, exchange, fused, at, given):
+        if not fused:
+            exchange.dispatch_send(at, *given)
+
+    def trip(self, exchange, fused, at, given, room):
+        """From what was sent, through experts that change nothing, home."""
+        if fused:
+            masked = exchange.dispatch_masked_fused(at, *given, room, None)
+            return exchange.combine_masked_fused(at, masked.x, masked, *given[1:])
+        masked = exchange.dispatch_masked(at, room, None)
+        exchange.combine_masked(at, masked.x, masked)
+        return exchange.combine_home(at, *given[1:])
+
     def soak(self, case):
-        """Round trips of random size, two in flight, through experts that change nothing. Rows and
-        weights are such that every sum is exact."""
+        """Round trips of random size, two in flight, now and then each half of one in one launch.
+        Rows and weights are such that every sum is exact."""
         _, nvlink = self.transports(case)
         exchange, hidden, most = nvlink.exchange, case["hidden"], case["max_tokens"]
         S, total = case["slots"], case["size"] * case["slots"]
@@ -261,7 +312,7 @@ class Rank:
             for _ in range(2)
         ]
         for n in range(case["rounds"]):
-            batches = []
+            batches, fused = [], n % 3 == 0
             for at in range(2):
                 tokens = int(rng.integers(0, most + 1)) * int(rng.integers(0, 4) > 0)
                 x = torch.randint(-8, 9, (tokens, hidden), device=self.device).bfloat16()
@@ -269,18 +320,18 @@ class Rank:
                 slots = order[:, : case["top_k"]].contiguous()
                 slots[torch.rand(slots.shape, device=self.device) < 0.2] = -1
                 weights = 2.0 ** torch.randint(-1, 2, slots.shape, device=self.device)
-                exchange.dispatch_send(at, x, slots, weights)
+                self.send(exchange, fused, at, (x, slots, weights))
                 batches.append((at, x, slots, weights))
             for at, x, slots, weights in batches:
-                masked = exchange.dispatch_masked(at, room[at], None)
-                exchange.combine_masked(at, masked.x, masked)
-                out = exchange.combine_home(at, slots, weights)
+                out = self.trip(exchange, fused, at, (x, slots, weights), room[at])
                 factor = weights.masked_fill(slots < 0, 0.0).sum(1, keepdim=True)
                 wrong += (out.float() != x.float() * factor).any()
             if n % 100 == 99:
                 assert not int(wrong), f"wrong in one of the {n} rounds so far"
         assert not int(wrong)
         exchange.check()
+        if self.rank == 0:
+            print(f"{2 * case['rounds']} round trips, every row exact", flush=True)
 
     def graph(self, case):
         """A captured round trip, replayed with other rows and slots."""
@@ -294,11 +345,9 @@ class Rank:
 
         def trip():
             out = []
-            for at in range(2):
-                exchange.dispatch_send(at, x, slots, weights)
-                masked = exchange.dispatch_masked(at, room, None)
-                exchange.combine_masked(at, masked.x, masked)
-                out.append(exchange.combine_home(at, slots, weights))
+            for at, fused in ((0, False), (1, True), (0, True), (1, False)):
+                self.send(exchange, fused, at, (x, slots, weights))
+                out.append(self.trip(exchange, fused, at, (x, slots, weights), room))
             return out
 
         trip()
@@ -326,19 +375,37 @@ class Rank:
         x, slots, weights = make_step(np.random.default_rng(1), case, 2)
         x, slots, weights = (torch.from_numpy(t).to(self.device) for t in (x, slots, weights))
         try:
-            pending = nvlink.dispatch_begin(x, Routing(slots, weights))
-            if case["stage"] == "combine":  # as if the last rank had come to dispatch alone
-                self.forge(nvlink.exchange)
-            received, ticket = nvlink.dispatch_end(pending)
-            nvlink.combine_end(nvlink.combine_begin(received.x_NH.contiguous(), ticket))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            nvlink.exchange.check()
+            self.wait_for_all(case, nvlink, x, slots, weights)
         except RankLost as error:
             assert error.rank == case["size"] - 1, error
             assert f"did not come to {case['stage']}" in str(error), error
-            return
-        raise AssertionError("nobody was missed")
+        else:
+            raise AssertionError("nobody was missed")
+        try:  # dead from then on
+            nvlink.exchange.dispatch_send(1, x, slots, weights)
+        except RankLost as error:
+            assert error.rank == case["size"] - 1, error
+        else:
+            raise AssertionError("it goes on without a rank")
+
+    def wait_for_all(self, case, nvlink, x, slots, weights):
+        exchange = nvlink.exchange
+        if case["stage"] == "dispatch" and case["fused"]:
+            exchange.dispatch_rows_fused(0, x, slots, weights)
+        else:
+            exchange.dispatch_send(0, x, slots, weights)
+            if case["stage"] == "combine":  # as if the last rank had come to dispatch alone
+                self.forge(exchange)
+            arrived = exchange.dispatch_rows(0)
+            y = arrived.rows.clone()
+            if case["fused"]:
+                exchange.combine_rows_fused(0, y, arrived, slots, weights)
+            else:
+                exchange.combine_rows(0, y, arrived)
+                exchange.combine_home(0, slots, weights, y)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        exchange.check()
 
     def forge(self, exchange):
         layout = exchange.layout

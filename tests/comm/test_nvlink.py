@@ -111,10 +111,15 @@ def test_four_ranks(ranks):
     )
 
 
-@pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_rank_that_does_not_come_is_named(ranks, stage):
-    size = 3 if stage == "combine" else 2
-    case = {**BASE, "size": size, "dtype": "float32", "do": "stalled", "stage": stage}
+STALLED = {**BASE, "dtype": "float32", "do": "stalled"}
+
+
+@pytest.mark.parametrize(
+    "stage, fused", [("dispatch", True), ("combine", False), ("combine", True)]
+)
+def test_a_rank_that_does_not_come_is_named(ranks, stage, fused):
+    size = 3 if stage == "combine" and not fused else 2
+    case = {**STALLED, "size": size, "stage": stage, "fused": fused}
     ranks(size, [case], deadline=1.0)
 
 
@@ -135,24 +140,60 @@ def test_low_latency_buffers_are_small():
     assert nvlink_bytes(8, 128, 7168, 8, fp8=True) < 200e6
 
 
-LARGE = {**BASE, "hidden": 7168, "slots": 128, "top_k": 8}
+DEVICES = min(8, torch.cuda.device_count())
+LARGE = {**BASE, "size": DEVICES, "hidden": 7168, "slots": 256 // max(1, DEVICES), "top_k": 8}
+NORMAL, LOW = {**LARGE, "max_tokens": 4096}, {**LARGE, "max_tokens": 128}
+MASKED = {**LOW, "do": "masked", "tolerance": 1e-2}
+
+
+def spread(*counts):
+    """Tokens of each rank, the counts again and again."""
+    return [counts[r % len(counts)] for r in range(DEVICES)]
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus(ranks):
-    normal = {**LARGE, "max_tokens": 4096}
-    low = {**LARGE, "max_tokens": 128}
-    masked = {**low, "do": "masked", "tolerance": 1e-2}
+@pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
+def test_normal_mode_on_gpus(ranks):
     cases = [
-        {**low, "tokens": [[128, 128], [1, 0], [0, 0], [17, 128]]},
-        {**masked, "fp8": True, "tokens": [[[128, 128], [3, 128]], [[0, 1], [0, 0]]] * 2},
-        {**masked, "pattern": "one rank", "tokens": [[[128, 128], [128, 1]]] * 2},
-        {**normal, "tokens": [[4096, 4096], [0, 1000], [7, 4095]]},
-        {**normal, "fp8": True, "pattern": "holes", "tokens": [[4096, 4090]] * 2},
-        {**normal, "max_tokens": 1024, "per_expert": True, "pattern": "holes",
-         "tokens": [[1024, 3]] * 2},
-        {**low, "do": "graph", "rounds": 200},
-        {**low, "do": "soak", "rounds": 10000},
+        {**NORMAL, "tokens": [spread(4096), spread(0, 1000), spread(7, 4095), spread(0)]},
+        {**NORMAL, "fp8": True, "pattern": "holes", "tokens": [spread(4096, 4090)] * 2},
+        {**NORMAL, "pattern": "one rank", "tokens": [spread(4096, 1)]},
+        {**NORMAL, "max_tokens": 1024, "per_expert": True, "pattern": "holes",
+         "tokens": [spread(1024, 3)] * 2},
+        {**NORMAL, "hidden": 128, "top_k": 16, "slots": 5, "tokens": [spread(3000, 17)]},
+        {**NORMAL, "hidden": 384, "dtype": "float32", "fp8": True, "tokens": [spread(300, 301)]},
     ]  # fmt: skip
-    ranks(2, cases, device="cuda", deadline=20.0, timeout=150)
+    ranks(DEVICES, cases, device="cuda", deadline=20.0, timeout=150)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
+def test_low_latency_on_gpus(ranks):
+    full, few = [spread(128), spread(3, 128)], [spread(0, 1), spread(0)]
+    cases = [
+        {**LOW, "tokens": [spread(128), spread(1, 0), spread(0), spread(17, 128)]},
+        {**MASKED, "tokens": [full, few] * 2},
+        {**MASKED, "fp8": True, "tokens": [full, few] * 2},
+        {**MASKED, "pattern": "one rank", "tokens": [[spread(128), spread(128, 1)]] * 2},
+        {**MASKED, "pattern": "holes", "per_expert": True, "tokens": [full] * 2},
+        {**MASKED, "hidden": 128, "top_k": 16, "fp8": True, "tokens": [full, few]},
+        {**MASKED, "max_tokens": 256, "tokens": [[spread(256), spread(255, 1)]] * 2},
+        {**LOW, "do": "graph", "rounds": 200},
+    ]
+    ranks(DEVICES, cases, device="cuda", deadline=20.0, timeout=150)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES < 1, reason="needs a CUDA device")
+def test_twenty_thousand_round_trips(ranks):
+    soak = {**LOW, "do": "soak", "rounds": 10000}
+    ranks(DEVICES, [soak], device="cuda", deadline=20.0, timeout=150)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gpu_that_does_not_come_is_named(ranks, stage, fused):
+    case = {**STALLED, "size": DEVICES, "stage": stage, "fused": fused, "hidden": 1024}
+    ranks(DEVICES, [case], device="cuda", deadline=2.0, timeout=60)

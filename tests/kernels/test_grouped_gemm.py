@@ -15,6 +15,7 @@ from crossdock.kernels.rounding import quantise_blocks_torch
 
 SMALL = tiles.Tile(bm=64, bo=64, bk=128, warps=4, stages=2)
 SWAP = tiles.Tile(bm=16, bo=64, bk=128, warps=4, stages=2, swap=True)
+MORE = tiles.Tile(bm=16, bo=64, bk=128, warps=4, stages=2, swap=True, more=64)
 COUNTS = [[3, 0, 130], [0, 0, 256], [0, 0, 0]]
 
 
@@ -102,7 +103,7 @@ def test_grouped_fp8_takes_scales_of_any_stride(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("counts", [[0, 1, 33], [40, 0, 0], [0, 0, 0]])
-@pytest.mark.parametrize("tile", [SMALL, SWAP])
+@pytest.mark.parametrize("tile", [SMALL, SWAP, MORE])
 def test_masked_fp8(device: torch.device, counts: list[int], tile: tiles.Tile) -> None:
     x = rows(3, 40, 256, device=device)
     w = weights(3, 160, 256, device=device)
@@ -120,7 +121,7 @@ def test_masked_bf16(device: torch.device, swap: bool) -> None:
     x = torch.randn(3, 20, 192, device=device).bfloat16()
     w = torch.randn(3, 96, 192, device=device).bfloat16()
     counts_S = torch.tensor([17, 0, 5], dtype=torch.int32, device=device)
-    tile = tiles.Tile(bm=16, bo=64, bk=64, warps=4, stages=2, swap=swap)
+    tile = tiles.Tile(bm=16, bo=64, bk=64, warps=4, stages=2, swap=swap, more=32 * swap)
     got = gemm.masked_gemm_bf16(x, w, counts_S, 16, tile=tile)
     here = torch.arange(20, device=device) < counts_S[:, None]
     want = layouts.masked_gemm_twin(x.float(), w.float(), counts_S)

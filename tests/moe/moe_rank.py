@@ -1,6 +1,6 @@
 """One rank process of the MoE tests: runs its share of the tokens of each case through one layer.
 
-Run as `python moe_rank.py RANK DEVICE SIZE:SHM_FD:DIRECTORY ...`. A case is DIRECTORY/case.npz; it
+Run as `python moe_rank.py RANK DEVICE SIZE:KIND:SHM_FD:DIRECTORY ...`. A case, DIRECTORY/case.npz,
 runs on the first SIZE ranks, each of which writes DIRECTORY/out<RANK>.npz.
 """
 
@@ -15,6 +15,7 @@ import torch
 
 from crossdock.comm import build_transport, build_world
 from crossdock.core import MoESpec, Placement
+from crossdock.kernels.quant import quantise_weights
 from crossdock.layers import choose_products
 from crossdock.metrics import Recorder
 from crossdock.moe import MoEContext, MoEWeights, build_moe_layer
@@ -50,31 +51,42 @@ def run(case, rank, world, kind, invariant, dtype):
         torch.from_numpy(case[name][local]).to(device, dtype) for name in ("gate_up", "down")
     )
     gate_up[experts < 0] = down[experts < 0] = float("nan")
+    scales = (None, None)
+    fp8 = bool(case["fp8"])
+    if fp8:
+        (gate_up, scale), (down, down_scale) = quantise_weights(gate_up), quantise_weights(down)
+        scales = scale, down_scale
     router, bias = (torch.from_numpy(case[name]).to(device) for name in ("router", "bias"))
-    weights = MoEWeights(router, bias, gate_up, down)
+    weights = MoEWeights(router, bias, gate_up, down, *scales)
     recorder = Recorder()
     hidden = case["x"].shape[1]
     transport = build_transport(
         kind,
         world,
-        max_tokens=len(case["x"]),
+        max_tokens=int(case["max_tokens"]),
         hidden=hidden,
         top_k=spec.top_k,
         slots_per_rank=placement.slots_per_rank,
         dtype=dtype,
         per_expert=invariant,
         recorder=recorder,
+        on_device=bool(case["on_device"]),
+        fp8=fp8,
     )
     context = MoEContext(
         rank, placement, transport, recorder, products.matmul, invariant, device, dtype,
-        world.board,
+        world.board, workspace=int(case["workspace"]), fp8_experts="triton",
     )  # fmt: skip
     layer = build_moe_layer(spec, 1, weights, lambda x: x * 0.5, context)
     mine = np.flatnonzero(case["owner"] == rank)
     x = torch.from_numpy(case["x"][mine]).to(device, dtype)
     keys = torch.from_numpy(case["keys"][mine]).to(device)
-    out, yields = drive(layer.forward(x, keys))
-    assert yields == 1 and world.board.where(rank)[:2] == ("combine", 1)
+    most = int(case["most"]) or int(max(np.bincount(case["owner"])))
+    out, yields = drive(layer.forward(x, keys, most))
+    assert yields == -(-most // int(case["max_tokens"])) and world.board.where(rank)[:2] == (
+        "combine",
+        1,
+    )
     snapshot = recorder.snapshot()
     parts = {"router", "dispatch", "experts", "shared", "combine"}
     if not len(mine):  # an idle rank spares itself what is of no use to the others
@@ -93,13 +105,12 @@ def main():
     torch.set_num_threads(1)
     rank = int(sys.argv[1])
     for text in sys.argv[3:]:
-        size, fd, directory = text.split(":")
+        size, kind, fd, directory = text.split(":")
         if rank < int(size):
-            run_case(rank, sys.argv[2], int(size), int(fd), Path(directory))
+            run_case(rank, sys.argv[2], int(size), kind, int(fd), Path(directory))
 
 
-def run_case(rank, device, size, fd, directory):
-    kind = "auto" if fd >= 0 or device == "cuda" else "collective"
+def run_case(rank, device, size, kind, fd, directory):
     fds = {"shm": fd} if fd >= 0 else {}
     world = build_world(rank, size, device, kind, fds, str(directory / "store"), 60.0)
     with np.load(directory / "case.npz") as loaded:

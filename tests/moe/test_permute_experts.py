@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.comm import LocalTransport
-from crossdock.core import MoESpec, Placement, Received
+from crossdock.core import MoESpec, Placement, Rows
 from crossdock.layers import choose_products
 from crossdock.metrics import Recorder
 from crossdock.moe import MoEContext, MoEWeights, build_moe_layer
-from crossdock.moe.experts import GroupedExperts, SegmentExperts
+from crossdock.moe.experts.rows import GroupedProduct, SlotBySlot
 
 CPU = torch.device("cpu")
 
@@ -66,14 +66,14 @@ def test_experts_equal_a_dense_reference(
     with torch.inference_mode():
         layer, weights = build(slots, *shape, min(top_k, slots), per_expert, dtype)
         if pieces:
-            layer._rows_at_once = 3
+            layer.experts.rows_at_once = 3
         slots_NK = torch.randint(slots, (N, top_k)).masked_fill(torch.rand(N, top_k) > density, -1)
         weights_NK = torch.rand(N, top_k).masked_fill(slots_NK < 0, 0.0)
         x_NH = torch.randn(N, shape[0]).to(dtype)
         # A row that no slot wants may hold anything, and nothing of it may come through.
         x_NH[(slots_NK < 0).all(1)] = float("nan")
-        received = Received("rows", x_NH, slots_NK, weights_NK)
-        y = layer._run(received)
+        received = Rows(x_NH, slots_NK, weights_NK)
+        y = layer.experts(received)
         expected = dense(received, weights, per_expert)
     assert y.dtype == dtype and y.shape == expected.shape
     if per_expert:
@@ -82,13 +82,13 @@ def test_experts_equal_a_dense_reference(
     scale = 1 + expected.abs().max().item() if N else 1
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=tolerance * scale)
     counts = torch.bincount(slots_NK[slots_NK >= 0], minlength=slots)
-    assert layer._rows_S.tolist() == counts.tolist()
+    assert layer.experts._rows_S.tolist() == counts.tolist()
 
 
 def test_the_grouped_product_is_taken_where_it_can_be():
-    assert isinstance(build(2, 16, 8, 1, False)[0].experts, GroupedExperts)
-    assert isinstance(build(2, 33, 8, 1, False)[0].experts, SegmentExperts)
-    assert isinstance(build(2, 16, 8, 1, True)[0].experts, SegmentExperts)
+    assert isinstance(build(2, 16, 8, 1, False)[0].experts.product, GroupedProduct)
+    assert isinstance(build(2, 33, 8, 1, False)[0].experts.product, SlotBySlot)
+    assert isinstance(build(2, 16, 8, 1, True)[0].experts.product, SlotBySlot)
 
 
 def test_wrong_shapes_are_named():

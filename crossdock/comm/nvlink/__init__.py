@@ -4,7 +4,7 @@ Importing this imports triton, so it is done only where this transport is chosen
 """
 
 from crossdock.comm.nvlink.exchange import Arrived, Masked, NvlinkExchange, Segments
-from crossdock.comm.nvlink.layout import NvlinkLayout, nvlink_bytes
+from crossdock.comm.nvlink.layout import NvlinkLayout, nvlink_bytes, nvlink_layouts
 from crossdock.comm.nvlink.transport import NvlinkTransport, build_nvlink
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Segments",
     "build_nvlink",
     "nvlink_bytes",
+    "nvlink_layouts",
 ]

@@ -1,104 +1,215 @@
-"""The transport over the exchange, rows left where they arrived."""
+"""The transport over the exchanges: which of them a step uses, and how rows are handed on."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
 from torch import Tensor
 
-from crossdock.comm.nvlink.exchange import Arrived, NvlinkExchange
+from crossdock.comm.nvlink.exchange import Arrived, NvlinkExchange, Segments
+from crossdock.comm.nvlink.exchange import Masked as MaskedRows
 from crossdock.comm.nvlink.layout import SETS, NvlinkLayout
 from crossdock.comm.paths import PathBytes
 from crossdock.comm.shared import ShmLayout
 from crossdock.comm.symmetric import SymmetricBuffer, allocate_cuda, allocate_host
 from crossdock.comm.world import World
-from crossdock.core import ConfigError, CrossdockError, Received, Routing
+from crossdock.core import (
+    CapacityError,
+    ConfigError,
+    CrossdockError,
+    Grouped,
+    Masked,
+    Received,
+    Routing,
+    Rows,
+)
 from crossdock.kernels.rounding import dequantise_blocks_torch
+
+SEGMENT_ALIGNMENT = 128
+"""Rows of a tile of the grouped products."""
+
+
+@dataclass(eq=False)
+class _Lane:
+    """An exchange and which of its buffer sets comes next."""
+
+    exchange: NvlinkExchange
+    next: int = 0
+    in_flight: list[bool] = field(default_factory=lambda: [False] * SETS)
+    told: list[list[int]] = field(default_factory=list)
+
+    def take(self) -> int:
+        at = self.next
+        if self.in_flight[at]:
+            raise CrossdockError(f"{SETS} exchanges are in flight; end a combine first")
+        self.next = (at + 1) % SETS
+        self.in_flight[at] = True
+        return at
 
 
 @dataclass(frozen=True, eq=False)
 class _Dispatch:
     """`x_TH` and `routing` are read while rows are on the way and must live as long."""
 
+    lane: _Lane
     at: int
     x_TH: Tensor
     routing: Routing
+    most_tokens: int
 
 
 @dataclass(frozen=True, eq=False)
 class NvlinkTicket:
+    """`masked`, or `arrived` and, unless rows were handed on as they came, `segments`."""
+
     sent: _Dispatch
-    arrived: Arrived
+    arrived: Arrived | None = None
+    segments: Segments | None = None
+    masked: MaskedRows | None = None
 
 
 class NvlinkTransport:
-    """No host synchronisation; `Received` has a row for every cell of the staging, N = R * T of the
-    layout. Lost ranks are told at the next call after the device noticed."""
+    """No host synchronisation. Lost ranks are told at the next call after the device noticed.
 
-    def __init__(self, exchange: NvlinkExchange, paths: PathBytes):
-        self.per_expert = exchange.layout.per_expert
-        self.exchange, self._paths = exchange, paths
-        self._next = 0
-        self._in_flight = [False] * SETS
-        self._told = [[0] * exchange.layout.ranks] * 2
+    `normal` serves any step; `low_latency`, where given, those in which no rank has more tokens
+    than it takes. Without `on_device` every cell of the staging is a row, N = R * T of the layout.
+    """
 
-    def dispatch_begin(self, x_TH: Tensor, routing: Routing) -> _Dispatch:
+    def __init__(
+        self,
+        normal: NvlinkExchange,
+        low_latency: NvlinkExchange | None,
+        on_device: bool,
+        paths: PathBytes,
+    ):
+        if on_device and normal.layout.fp8 and normal.dtype != torch.bfloat16:
+            raise ConfigError(f"FP8 rows come home in bfloat16, not {normal.dtype}")
+        self.per_expert, self.on_device = normal.layout.per_expert, on_device
+        self.max_tokens = normal.layout.max_tokens
+        self.exchange, self.low_latency, self._paths = normal, low_latency, paths
+        self._normal = _Lane(normal)
+        self._low_latency = None if low_latency is None else _Lane(low_latency)
+
+    @property
+    def nbytes(self) -> int:
+        """Of symmetric memory on each rank."""
+        low = 0 if self.low_latency is None else self.low_latency.layout.nbytes
+        return self.exchange.layout.nbytes + low
+
+    def dispatch_begin(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> _Dispatch:
         """
         Raises:
             CapacityError, RankLost: see `NvlinkExchange.dispatch_send`.
         """
-        at = self._next
-        if self._in_flight[at]:
-            raise CrossdockError(f"{SETS} exchanges are in flight; end a combine first")
+        most = self.max_tokens if most_tokens is None else most_tokens
+        lane, low = self._normal, self._low_latency
+        if low is not None and most <= low.exchange.layout.max_tokens:
+            lane = low
+        at = lane.take()
         x_TH = x_TH.contiguous()
         routing = Routing(routing.slots_TK.contiguous(), routing.weights_TK.float().contiguous())
-        self.exchange.dispatch_send(at, x_TH, routing.slots_TK, routing.weights_TK)
-        self._next = (at + 1) % SETS
-        self._in_flight[at] = True
-        return _Dispatch(at, x_TH, routing)
+        lane.exchange.dispatch_send(at, x_TH, routing.slots_TK, routing.weights_TK)
+        return _Dispatch(lane, at, x_TH, routing, most)
 
     def dispatch_end(self, pending: _Dispatch) -> tuple[Received, NvlinkTicket]:
-        exchange = self.exchange
-        arrived = exchange.dispatch_rows(pending.at)
-        self._check_host()
-        x_NH = arrived.rows
-        if arrived.scales is not None:
-            x_NH = dequantise_blocks_torch(x_NH, arrived.scales, exchange.dtype)
-        received = Received("rows", x_NH, arrived.slots_NK, arrived.weights_NK)
-        return received, NvlinkTicket(pending, arrived)
+        exchange, at = pending.lane.exchange, pending.at
+        if self.on_device and exchange.layout.low_latency:
+            return self._masked(pending)
+        arrived = exchange.dispatch_rows(at)
+        self._check_host(exchange)
+        if not self.on_device:
+            x_NH = arrived.rows
+            if arrived.scales is not None:
+                x_NH = dequantise_blocks_torch(x_NH, arrived.scales, exchange.dtype)
+            rows = Rows(x_NH, arrived.slots_NK, arrived.weights_NK)
+            return rows, NvlinkTicket(pending, arrived)
+        segments = exchange.place(at, arrived, SEGMENT_ALIGNMENT)
+        grouped = Grouped(
+            arrived.rows,
+            arrived.scales,
+            arrived.weights_NK,
+            segments.offsets,
+            segments.rows,
+            segments.places_NK,
+            arrived.counts_S,
+        )
+        return grouped, NvlinkTicket(pending, arrived, segments)
 
-    def combine_begin(self, y: Tensor, ticket: NvlinkTicket) -> tuple[_Dispatch, Tensor]:
-        y = y.to(self.exchange.dtype).contiguous()
-        self.exchange.combine_rows(ticket.sent.at, y, ticket.arrived)
-        return ticket.sent, y
+    def _masked(self, pending: _Dispatch) -> tuple[Masked, NvlinkTicket]:
+        exchange = pending.lane.exchange
+        layout, slots, device = exchange.layout, exchange.slots, exchange.device
+        shape = (slots, layout.cells, layout.hidden)
+        wire = torch.float8_e4m3fn if layout.fp8 else exchange.dtype
+        x_SCH = torch.empty(shape, dtype=wire, device=device)
+        scales_SCG = None
+        if layout.fp8:
+            scales_SCG = torch.empty(*shape[:2], layout.hidden // 128, device=device)
+        masked = exchange.dispatch_masked(pending.at, x_SCH, scales_SCG)
+        self._check_host(exchange)
+        # R * T tokens go to K of R * S slots each.
+        expected = -(-pending.most_tokens * layout.top_k // slots)
+        received = Masked(x_SCH, scales_SCG, masked.counts_S, expected)
+        return received, NvlinkTicket(pending, masked=masked)
 
-    def combine_end(self, pending: tuple[_Dispatch, Tensor]) -> Tensor:
+    def combine_begin(self, y: Tensor, ticket: NvlinkTicket) -> tuple[_Dispatch, Tensor | None]:
+        """y: of `Rows` y_NH or y_NKH, of `Grouped` y_PH or, reduced, y_NH, of `Masked` y_SCH."""
+        sent = ticket.sent
+        exchange, at = sent.lane.exchange, sent.at
+        y = y.to(exchange.dtype).contiguous()
+        if ticket.masked is not None:
+            exchange.combine_masked(at, y, ticket.masked)
+            return sent, None
+        assert ticket.arrived is not None
+        if ticket.segments is not None and len(y) == len(ticket.segments.rows):
+            exchange.combine_segments(at, y, ticket.arrived, ticket.segments)
+            return sent, None
+        if len(y) != exchange.layout.cells:
+            places = 0 if ticket.segments is None else len(ticket.segments.rows)
+            raise CrossdockError(
+                f"combine got {len(y)} rows; expected {places} places or {exchange.layout.cells} "
+                "rows of the staging"
+            )
+        exchange.combine_rows(at, y, ticket.arrived)
+        return sent, y
+
+    def combine_end(self, pending: tuple[_Dispatch, Tensor | None]) -> Tensor:
         sent, y = pending
-        routing = sent.routing
-        out = self.exchange.combine_home(sent.at, routing.slots_TK, routing.weights_TK, y)
-        self._check_host()
-        self._in_flight[sent.at] = False
+        exchange, routing = sent.lane.exchange, sent.routing
+        out = exchange.combine_home(sent.at, routing.slots_TK, routing.weights_TK, y)
+        self._check_host(exchange)
+        sent.lane.in_flight[sent.at] = False
         return out
 
     def bytes_sent(self) -> dict[str, int]:
-        layout, rows = self.exchange.layout, self.exchange.rows_sent()
-        sizes = (layout.row_bytes, layout.hidden * layout.itemsize)
-        for now, before, size in zip(rows, self._told, sizes, strict=True):
-            self._paths.add([n - b for n, b in zip(now, before, strict=True)], size)
-        self._told = rows
+        for lane in (self._normal, self._low_latency):
+            if lane is None:
+                continue
+            layout, rows = lane.exchange.layout, lane.exchange.rows_sent()
+            told = lane.told or [[0] * layout.ranks] * 2
+            sizes = (layout.row_bytes, layout.hidden * layout.itemsize)
+            for now, before, size in zip(rows, told, sizes, strict=True):
+                self._paths.add([n - b for n, b in zip(now, before, strict=True)], size)
+            lane.told = rows
         return self._paths.totals()
 
     def close(self) -> None:
         """The memory ends with its last mapping."""
 
-    def _check_host(self) -> None:
-        if self.exchange.device.type == "cpu":  # kernels have ended, so this costs no waiting
-            self.exchange.check()
+    def _check_host(self, exchange: NvlinkExchange) -> None:
+        if exchange.device.type == "cpu":  # kernels have ended, so this costs no waiting
+            exchange.check()
 
 
 def build_nvlink(
-    world: World, layout: NvlinkLayout, slots_per_rank: int, dtype: torch.dtype, paths: PathBytes
+    world: World,
+    layout: NvlinkLayout,
+    slots_per_rank: int,
+    dtype: torch.dtype,
+    paths: PathBytes,
+    low_latency: NvlinkLayout | None = None,
+    on_device: bool = False,
 ) -> NvlinkTransport:
     """Collective.
 
@@ -106,24 +217,31 @@ def build_nvlink(
         ConfigError: CPU ranks without the interpreter, or a world without what this needs.
         CapacityError: the symmetric buffers do not fit.
     """
+    start = ShmLayout(world.size).nbytes
+    exchanges = []
+    for each in (layout, low_latency):
+        if each is None:
+            continue
+        buffer = _buffer(world, each, start)
+        start += world.size * each.nbytes
+        deadline = world.waiter.deadline_s
+        exchanges.append(NvlinkExchange(world.rank, each, buffer, slots_per_rank, dtype, deadline))
+    low = exchanges[1] if low_latency is not None else None
+    return NvlinkTransport(exchanges[0], low, on_device, paths)
+
+
+def _buffer(world: World, layout: NvlinkLayout, start: int) -> SymmetricBuffer:
     rank, size = world.rank, world.size
 
     def barrier() -> None:
         world.lockstep.exchange([layout.nbytes])
 
     if world.device.type == "cuda":
+        if size == 1:
+            return _own_buffer(layout.nbytes, world.device)
         if world.store is None:
             raise ConfigError('the world was built without a store; build it with "nvlink"')
-        buffer = allocate_cuda(world.store, layout.nbytes, rank, size, world.device, barrier)
-    else:
-        buffer = _host_buffer(world, layout, barrier)
-    exchange = NvlinkExchange(rank, layout, buffer, slots_per_rank, dtype, world.waiter.deadline_s)
-    return NvlinkTransport(exchange, paths)
-
-
-def _host_buffer(
-    world: World, layout: NvlinkLayout, barrier: Callable[[], None]
-) -> SymmetricBuffer:
+        return allocate_cuda(world.store, layout.nbytes, rank, size, world.device, barrier)
     if not triton.knobs.runtime.interpret:
         raise ConfigError(
             'transport "nvlink" serves CUDA ranks; on CPUs it runs only in Triton\'s interpreter, '
@@ -131,5 +249,17 @@ def _host_buffer(
         )
     if world.memory is None:
         raise ConfigError("the world was built without shared memory")
-    start = ShmLayout(world.size).nbytes
-    return allocate_host(world.memory, start, layout.nbytes, world.rank, world.size, barrier)
+    return allocate_host(world.memory, start, layout.nbytes, rank, size, barrier)
+
+
+def _own_buffer(nbytes: int, device: torch.device) -> SymmetricBuffer:
+    """Of a lone rank, which has nobody to share it with."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if nbytes > free:
+        raise CapacityError(
+            f"dispatch buffers need {nbytes / 2**20:.0f} MiB of {device}, {free / 2**20:.0f} MiB "
+            "are free; lower max_num_batched_tokens"
+        )
+    local = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    table = torch.tensor([local.data_ptr()], dtype=torch.int64, device=device)
+    return SymmetricBuffer(local, table, None)

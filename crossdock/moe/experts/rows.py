@@ -1,4 +1,4 @@
-"""The experts of one rank: SwiGLU MLPs over rows sorted by slot."""
+"""Experts over `Rows`: permute, a grouped product, unpermute; the host knows how many rows."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from crossdock.core import Received, Rows
 from crossdock.layers import choose_products
 from crossdock.moe.context import MoEContext, MoEWeights
-from crossdock.moe.permute import Permuted
+from crossdock.moe.permute import Permuted, permute, unpermute, unpermute_per_expert
 
-Experts = Callable[[Permuted], Tensor]
-"""`[M, H]` in the order of the permuted rows."""
-_ALIGNMENT = 16
 _FEW_ROWS = 8
 
 
-class GroupedExperts:
+class GroupedProduct:
     """One grouped product per projection over all slots.
 
     On the CPU faster than a loop over slots or a padded batch: 505 us against 540 and 550 for 128
@@ -34,7 +32,7 @@ class GroupedExperts:
         self._swiglu = choose_products(False).swiglu
         # Views of the same memory.
         gate_up_SFH, down_SHF = self._gate_up_SHF.transpose(1, 2), self._down_SFH.transpose(1, 2)
-        self._few = SegmentExperts(gate_up_SFH, down_SHF, context)
+        self._few = SlotBySlot(gate_up_SFH, down_SHF, context)
         self._few_rows = _FEW_ROWS if context.device.type == "cpu" else 0
 
     def __call__(self, permuted: Permuted) -> Tensor:
@@ -45,7 +43,7 @@ class GroupedExperts:
         return F.grouped_mm(self._swiglu(h_MF), self._down_SFH, offs=ends_S)
 
 
-class SegmentExperts:
+class SlotBySlot:
     """Slot after slot through the model's own `matmul`: a row's bits are then those that the row
     alone would get wherever `matmul` is invariant. Reads the counts on the host."""
 
@@ -65,12 +63,38 @@ class SegmentExperts:
         return out_MH
 
 
-def build_experts(weights: MoEWeights, context: MoEContext) -> Experts:
-    _, H, width = weights.down_SHF.shape
-    itemsize = weights.down_SHF.element_size()
-    # The grouped product refuses rows that do not start on 16 bytes; on CUDA it is made for BF16.
-    aligned = all(n * itemsize % _ALIGNMENT == 0 for n in (H, width))
-    served = context.device.type == "cpu" or context.dtype == torch.bfloat16
-    if context.invariant or not aligned or not served:
-        return SegmentExperts(weights.gate_up_SFH, weights.down_SHF, context)
-    return GroupedExperts(weights, context)
+class RowExperts:
+    """y_NH, reduced, or y_NKH per expert. `rows_at_once`: more are worked on in pieces. rows_S:
+    where the rows of each slot are counted."""
+
+    def __init__(
+        self,
+        product: Callable[[Permuted], Tensor],
+        per_expert: bool,
+        rows_at_once: int,
+        rows_S: Tensor,
+    ):
+        self.product, self.rows_at_once = product, rows_at_once
+        self._per_expert, self._rows_S = per_expert, rows_S
+
+    def __call__(self, received: Received) -> Tensor:
+        assert isinstance(received, Rows)
+        (N, H), step = received.x_NH.shape, self.rows_at_once
+        if N == 0:
+            return received.x_NH.view(*(received.slots_NK.shape if self._per_expert else (0,)), H)
+        if step >= N:
+            return self._piece(received)
+        parts = zip(
+            received.x_NH.split(step),
+            received.slots_NK.split(step),
+            received.weights_NK.split(step),
+            strict=True,
+        )
+        return torch.cat([self._piece(Rows(*part)) for part in parts])
+
+    def _piece(self, rows: Rows) -> Tensor:
+        permuted = permute(rows, self._rows_S.shape[0])
+        self._rows_S.add_(permuted.counts_S)
+        out_MH = self.product(permuted)
+        restore = unpermute_per_expert if self._per_expert else unpermute
+        return restore(out_MH, permuted, rows)

@@ -1,0 +1,198 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What the attention kernels share: cutting sequences into items, page lookups, merging of parts.
+
+Decoding one token reads a whole sequence, so long ones are cut into items that run at once
+(flash-decoding); every sequence has the same item length, chosen on the device from all lengths,
+so that a fixed grid is even for any mix of them. Prefill cuts its queries the same way.
+
+    lens (0, 300, 1000), items of 512: first (0, 0, 1, 3), seq (1, 2, 2)
+
+Nothing here asks the host, and all results lie in tensors that can keep their addresses: a launch
+can be captured in a CUDA graph and replayed with other lengths. Letters beyond the shape legend:
+W items (an upper bound), G kv heads, P pages of a sequence, V width of a value.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from crossdock.kernels.quant import INTERPRET
+from crossdock.kernels.rounding import cast_rows
+
+LOG2_E = 1.4426950408889634
+MULTIPLE = 128
+"""Items of keys start at multiples of this, as the kernels' tiles do."""
+
+
+@dataclass(frozen=True)
+class KeyTile:
+    """Keys of a step, warps of a program, tiles in flight."""
+
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """int32, on the device. Item w is part `w - first[b]` of sequence `b = seq[w]`, `chunk` tokens
+    long; there are `first[B]` items."""
+
+    first_B1: Tensor
+    seq_W: Tensor
+    chunk: Tensor
+
+    @property
+    def items(self) -> int:
+        """The upper bound that grids are launched with."""
+        return self.seq_W.shape[0]
+
+
+@triton.jit
+def _split_kernel(
+    lens_ptr, first_ptr, seq_ptr, chunk_ptr, sequences, target, least, most,
+    FIXED: tl.constexpr, CUMULATIVE: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BLOCK_B)
+    inside = b < sequences
+    if CUMULATIVE:
+        lens = tl.load(lens_ptr + b + 1, mask=inside, other=0)
+        lens = (lens - tl.load(lens_ptr + b, mask=inside, other=0)).to(tl.int32)
+    else:
+        lens = tl.load(lens_ptr + b, mask=inside, other=0).to(tl.int32)
+    lens = tl.minimum(lens, most)
+    chunk = least
+    if not FIXED:
+        even = tl.cdiv(tl.sum(lens, axis=0), target)
+        chunk = tl.cdiv(tl.maximum(even, least), MULTIPLE) * MULTIPLE
+    items = (lens + chunk - 1) // chunk
+    ends = tl.cumsum(items, axis=0)
+    starts = ends - items
+    tl.store(first_ptr, 0)
+    tl.store(first_ptr + 1 + b, ends, mask=inside)
+    tl.store(chunk_ptr, chunk)
+    longest = tl.max(items, axis=0)
+    i = 0
+    while i < longest:
+        tl.store(seq_ptr + starts + i, b, mask=inside & (i < items))
+        i += 1
+
+
+def _run_split(
+    lens: Tensor, split: Split, target: int, least: int, most: int | None, cumulative: bool
+) -> Split:
+    sequences = split.first_B1.shape[0] - 1
+    _split_kernel[(1,)](
+        lens, split.first_B1, split.seq_W, split.chunk, sequences, target, least,
+        (1 << 30) if most is None else most,
+        FIXED=target == 0, CUMULATIVE=cumulative, MULTIPLE=MULTIPLE,
+        BLOCK_B=triton.next_power_of_2(max(sequences, 16)),
+    )  # fmt: skip
+    return split
+
+
+def empty_split(sequences: int, items: int, device: torch.device | str) -> Split:
+    make = lambda n: torch.zeros(n, dtype=torch.int32, device=device)  # noqa: E731
+    return Split(make(sequences + 1), make(max(items, 1)), make(1))
+
+
+def split_keys(
+    lens_B: Tensor, target: int, window: int | None = None, out: Split | None = None
+) -> Split:
+    """Items of decoding, about `target` of them, at least 128 keys each.
+
+    Args:
+        lens_B: int, keys of each sequence; 0 for an empty row. At most `window` of them are read.
+        out: where to write, from an earlier call of the same B and target.
+    """
+    B = lens_B.shape[0]
+    split = out or empty_split(B, target + B, lens_B.device)
+    return _run_split(lens_B, split, target, MULTIPLE, window, False)
+
+
+def split_queries(cu_B1: Tensor, rows: int, tile: int, out: Split | None = None) -> Split:
+    """Items of `tile` query rows; cu_B1: int, [B + 1] starts of the sequences in `rows` rows."""
+    B = cu_B1.shape[0] - 1
+    split = out or empty_split(B, rows // tile + B, cu_B1.device)
+    return _run_split(cu_B1, split, 0, tile, None, True)
+
+
+def split_twin(lens: list[int], chunk: int) -> tuple[list[int], list[int]]:
+    """`(first, seq)` for items of `chunk`."""
+    first, seq = [0], []
+    for b, length in enumerate(lens):
+        seq += [b] * -(-length // chunk)
+        first.append(len(seq))
+    return first, seq
+
+
+@triton.jit
+def paged_slots(table_ptr, pos, end, PAGE: tl.constexpr):
+    """int64 slots of the positions; those from `end` on give slots of page 0."""
+    page = tl.load(table_ptr + pos // PAGE, mask=pos < end, other=0).to(tl.int64)
+    return page * PAGE + pos % PAGE
+
+
+@triton.jit
+def as_operand(x, dtype: tl.constexpr):
+    """What `tl.dot` can take; the interpreter's products of BF16 would multiply the bits."""
+    return x.to(tl.float32) if INTERPRET else x.to(dtype)
+
+
+@triton.jit
+def weights_operand(p, dtype: tl.constexpr):
+    """fp32 softmax weights as an operand, rounded to `dtype`."""
+    q = cast_rows(p, dtype, INTERPRET)
+    return q.to(tl.float32) if INTERPRET else q
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr, lse_ptr, first_ptr, out_ptr, heads, stride_b, stride_h,
+    WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(0), tl.program_id(1)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = v < WIDTH
+    item = tl.load(first_ptr + b)
+    last = tl.load(first_ptr + b + 1)
+    best = tl.full((1,), -1e30, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((BLOCK_V,), tl.float32)
+    while item < last:
+        w = item + tl.arange(0, ITEMS)
+        row = w.to(tl.int64) * heads + h
+        lse = tl.load(lse_ptr + row, mask=w < last, other=-1e30)
+        here = (w < last)[:, None] & inside[None, :]
+        part = tl.load(part_ptr + row[:, None] * WIDTH + v[None, :], mask=here, other=0.0)
+        higher = tl.maximum(best, tl.max(lse, axis=0))
+        weight = tl.where(w < last, tl.exp2(lse - higher), 0.0)
+        shrink = tl.exp2(best - higher)
+        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        total = total * shrink + tl.sum(weight, axis=0)
+        best = higher
+        item += ITEMS
+    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
+    at = out_ptr + b.to(tl.int64) * stride_b + h * stride_h + v
+    tl.store(at, cast_rows(out, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
+
+
+def merge(part_WhV: Tensor, lse_Wh: Tensor, split: Split, out_BhV: Tensor) -> Tensor:
+    """Sequences from their items. part: fp32, each item's own softmax average; lse: the base-2
+    logarithm of its sum of weights. A sequence without items gives zeros."""
+    _, heads, width = part_WhV.shape
+    block = min(128, triton.next_power_of_2(width))
+    _merge_kernel[(out_BhV.shape[0], heads, triton.cdiv(width, block))](
+        part_WhV, lse_Wh, split.first_B1, out_BhV, heads, out_BhV.stride(0), out_BhV.stride(1),
+        WIDTH=width, BLOCK_V=block, ITEMS=16, num_warps=4,
+    )  # fmt: skip
+    return out_BhV
+
+
+def gather_paged(rows_S: Tensor, table_P: Tensor, length: int, page_size: int) -> Tensor:
+    """Torch: the first `length` rows of a sequence out of the paged `rows`; used by the twins."""
+    pos = torch.arange(length, device=rows_S.device)
+    return rows_S[table_P.long()[pos // page_size] * page_size + pos % page_size]

@@ -1,0 +1,33 @@
+"""Experts in BF16: `torch._grouped_mm` over segments, a Triton kernel over masked rows."""
+
+import torch
+from torch import Tensor
+
+from crossdock.core import Masked
+from crossdock.kernels.grouped_gemm import grouped_gemm_bf16
+from crossdock.kernels.grouped_gemm_fp8 import masked_gemm_bf16
+from crossdock.kernels.grouped_gemm_gather import gather_rows
+from crossdock.kernels.swiglu import swiglu_masked, swiglu_rows
+from crossdock.moe.context import MoEWeights
+from crossdock.moe.experts.device import Wave
+
+
+class Bf16Products:
+    name = "bf16"
+
+    def __init__(self, weights: MoEWeights):
+        self._gate_up_SFH, self._down_SHF = weights.gate_up_SFH, weights.down_SHF
+        H, F = self._down_SHF.shape[1:]
+        self.place_bytes = 2 * (2 * H + 3 * F)
+
+    def grouped(self, wave: Wave) -> Tensor:
+        x_WH, _ = gather_rows(wave.x_NH, None, wave.rows_W, wave.end)
+        h_W2F = grouped_gemm_bf16(x_WH, self._gate_up_SFH, wave.segments)
+        return grouped_gemm_bf16(swiglu_rows(h_W2F, wave.end), self._down_SHF, wave.segments)
+
+    def masked(self, rows: Masked) -> Tensor:
+        counts_S, expected = rows.counts_S, rows.expected_rows
+        assert rows.x_SCH.dtype == torch.bfloat16
+        h_SC2F = masked_gemm_bf16(rows.x_SCH, self._gate_up_SFH, counts_S, expected)
+        a_SCF = swiglu_masked(h_SC2F, counts_S, expected)
+        return masked_gemm_bf16(a_SCF, self._down_SHF, counts_S, expected)
