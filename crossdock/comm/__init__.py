@@ -9,6 +9,7 @@ from crossdock.comm.local import LocalTransport
 from crossdock.comm.lockstep import CollectiveLockstep, LocalLockstep, ShmLockstep
 from crossdock.comm.shared import SharedMemory, free_memory, shm_bytes
 from crossdock.comm.shm import ShmTransport
+from crossdock.comm.slot_copies import SlotCopies, build_copies, host_copies_bytes
 from crossdock.comm.world import (
     World,
     build_transport,
@@ -27,10 +28,13 @@ __all__ = [
     "SharedMemory",
     "ShmLockstep",
     "ShmTransport",
+    "SlotCopies",
     "World",
+    "build_copies",
     "build_transport",
     "build_world",
     "free_memory",
+    "host_copies_bytes",
     "nvlink_reaches",
     "resolve_device",
     "resolve_transport",

@@ -27,6 +27,7 @@ from crossdock.core.protocols import (
     Model,
     Received,
     Rows,
+    SlotLayer,
     Transport,
 )
 from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
@@ -65,6 +66,7 @@ __all__ = [
     "SamplingParams",
     "Scheduled",
     "ServerConfig",
+    "SlotLayer",
     "TokenLogprob",
     "TokenOutput",
     "Topology",

@@ -28,6 +28,10 @@ class EngineConfig:
     """Products of FP8 experts: our own kernels, or DeepGEMM where it is installed."""
     redundant_experts: int | None = None
     """Physical slots beyond one per expert, per layer. None: as few as the ranks need."""
+    rebalance: Literal["off", "manual", "auto"] = "off"
+    """Moving experts to other slots while serving: never, when asked, or when it pays."""
+    rebalance_step_mib: float = 16.0
+    """Bytes of experts that a rank sends in a step while it moves some."""
     invariant: bool = False
     threads: int = 1
     """CPU threads of a rank; more than one is refused in invariant mode."""
@@ -66,6 +70,7 @@ class EngineConfig:
         if self.redundant_experts is not None:
             _at_least("redundant_experts", self.redundant_experts, 0)
         _above_0("deadline_s", self.deadline_s)
+        _above_0("rebalance_step_mib", self.rebalance_step_mib)
         _above_0("expert_workspace_gib", self.expert_workspace_gib)
         if self.kv_memory_gib is not None:
             _above_0("kv_memory_gib", self.kv_memory_gib)

@@ -54,6 +54,27 @@ class Wake:
 
 
 @dataclass(frozen=True)
+class Rebalance:
+    """Move to another placement; all ranks hear of it, and of a wave, so that none sleeps."""
+
+    epoch: int
+    slot_expert_LP: tuple[tuple[int, ...], ...]
+    wave: int
+
+
+@dataclass(frozen=True)
+class Rebalanced:
+    """How it ended on a rank: layers that have the new placement, and why not all of them."""
+
+    rank: int
+    epoch: int
+    layers: int
+    moved_bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
 class Abort:
     request_id: str
 
@@ -96,7 +117,8 @@ class Failure:
 _CLASSES = {
     cls.__name__: cls
     for cls in (
-        Start, Progress, Ready, Add, Wake, Abort, Report, Stop, Outputs, Snapshot, Failure,
+        Start, Progress, Ready, Add, Wake, Rebalance, Rebalanced, Abort, Report, Stop, Outputs,
+        Snapshot, Failure,
         EngineConfig, Request, SamplingParams, Sampled, TokenLogprob, TokenOutput,
     )
 }  # fmt: skip

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from crossdock.core.batch import ForwardBatch
-    from crossdock.core.topology import Routing
+    from crossdock.core.topology import Placement, Routing
 
 Ticket = Any
 """What combine needs to bring rows home; opaque, each transport has its own."""
@@ -122,7 +122,21 @@ class KV(Protocol):
     def layer(self, index: int) -> "tuple[Tensor, ...]": ...
 
 
+class SlotLayer(Protocol):
+    """An MoE layer, as far as its slots go."""
+
+    def slot_tensors(self) -> "tuple[Tensor, ...]":
+        """What the experts are made of, [S, ...] each; a slot's part is contiguous."""
+        ...
+
+    def place(self, placement: "Placement") -> None:
+        """Between steps: tokens go to the slots of `placement` from now on."""
+        ...
+
+
 class Model(Protocol):
+    moe_layers: "Sequence[SlotLayer]"
+
     def forward(self, batch: "ForwardBatch", kv: KV) -> "Generator[None, None, Tensor]":
         """Yields where communication is in flight; returns hidden_TH after the last norm."""
         ...

@@ -11,7 +11,7 @@ SCALE_BLOCK = 128
 """Values of a row that share one FP8 scale."""
 MAX_TOP_K = 16
 """Experts of a token; a record beside each row has room for so many."""
-_CHUNK, _HOME_CHUNK, _RECORD_BYTES, _ALIGN = 8, 2, 128, 256
+_CHUNK, _HOME_CHUNK, _RECORD_BYTES, _ALIGN = 4, 2, 128, 256
 
 
 def _aligned(nbytes: int) -> int:

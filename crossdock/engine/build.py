@@ -10,11 +10,12 @@ import torch
 
 from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
-from crossdock.comm import World, build_transport
+from crossdock.comm import World, build_copies, build_transport
 from crossdock.core import ConfigError, EngineConfig, Model, ModelSpec, Placement, load_spec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.engine import Engine
 from crossdock.engine.memory import expert_workspace, kv_budget
+from crossdock.engine.rebalance import Rebalancer
 from crossdock.engine.runner import Runner
 from crossdock.engine.sampler import Sampler
 from crossdock.metrics import Recorder
@@ -128,7 +129,20 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "transport_bytes": getattr(transport, "nbytes", 0),
         "load_seconds": time.perf_counter() - started,
     }
-    return Engine(world, scheduler, runner, transport, recorder, info)
+    rebalancer = _build_rebalancer(config, world, placement, model)
+    return Engine(world, scheduler, runner, transport, recorder, rebalancer, info)
+
+
+def _build_rebalancer(
+    config: EngineConfig, world: World, placement: Placement, model: Model
+) -> Rebalancer | None:
+    if config.rebalance == "off" or not model.moe_layers:
+        return None
+    nbytes = sum(t[0].nbytes for t in model.moe_layers[0].slot_tensors())
+    places = placement.slots_per_rank
+    copies = build_copies(world, places, nbytes)
+    budget = int(config.rebalance_step_mib * (1 << 20))
+    return Rebalancer(world.rank, placement, model.moe_layers, copies, budget)
 
 
 def _load_model(

@@ -4,8 +4,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from crossdock.comm import World
-from crossdock.core import Plan, Request, Sampled, TokenOutput, Transport
+from crossdock.core import ConfigError, Plan, Request, Sampled, TokenOutput, Transport
+from crossdock.engine.rebalance import Ended, Rebalancer
 from crossdock.engine.runner import Runner
 from crossdock.metrics import Recorder
 from crossdock.scheduler import Scheduler
@@ -21,8 +24,11 @@ class Agreed:
 
 
 def agree(table: list[tuple[int, ...]]) -> Agreed:
-    """`table[r]` = (has work, wave, tokens). Sleeping needs that nobody has work *and* that all saw
-    the same wave: else a request announced to some but not yet to its rank would be missed."""
+    """`table[r]` = (has work, wave, tokens, ...).
+
+    Sleeping needs that nobody has work *and* that all saw the same wave: else a request announced
+    to some but not yet to its rank would be missed.
+    """
     work = any(row[0] for row in table)
     same_wave = len({row[1] for row in table}) == 1
     most = max(row[2] for row in table)
@@ -43,10 +49,12 @@ class Engine:
         runner: Runner,
         transport: Transport,
         recorder: Recorder,
+        rebalancer: Rebalancer | None,
         info: dict[str, Any],
     ):
         self.world, self.scheduler, self.runner = world, scheduler, runner
         self.transport, self.recorder, self.info = transport, recorder, info
+        self.rebalancer, self.rebalanced = rebalancer, list[Ended]()
         self.wave = 0
         self.steps = 0
         recorder.source("scheduler", scheduler.stats)
@@ -58,6 +66,17 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
+
+    def rebalance(self, epoch: int, slot_expert_LP: np.ndarray, wave: int) -> None:
+        """Begins to move; how it ended appears in `rebalanced`.
+
+        Raises:
+            ConfigError: the engine was built without, or cannot have this placement.
+        """
+        self.wake(wave)
+        if self.rebalancer is None:
+            raise ConfigError('the engine was started with rebalance = "off"')
+        self.rebalancer.begin(epoch, slot_expert_LP)
 
     def wake(self, wave: int) -> None:
         self.wave = max(self.wave, wave)
@@ -75,13 +94,17 @@ class Engine:
     def _agree(self, plan: Plan) -> Agreed:
         self.steps += 1
         self.world.board.enter("agree", step=self.steps)
-        wish = (int(self.scheduler.has_work), self.wave, plan.num_tokens)
+        mover = self.rebalancer
+        busy = self.scheduler.has_work or (mover is not None and mover.busy)
+        wish = (int(busy), self.wave, plan.num_tokens, *(mover.words() if mover else ()))
         start = time.perf_counter()
         table = self.world.lockstep.exchange(wish)
         seconds = time.perf_counter() - start
         self.recorder.observe("agree", seconds)
         if self.world.size > 1:  # all but some microseconds of it
             self.recorder.observe("wait", seconds)
+        if mover is not None and (ended := mover.advance([row[3:] for row in table])):
+            self.rebalanced.append(ended)
         return agree(table)
 
     def close(self) -> None:

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
+import numpy as np
+
 from crossdock.comm import Board
 from crossdock.core import (
+    ConfigError,
     CrossdockError,
     EngineConfig,
     ModelSpec,
@@ -29,11 +32,14 @@ from crossdock.core.messages import (
     Outputs,
     Progress,
     Ready,
+    Rebalance,
+    Rebalanced,
     Report,
     Snapshot,
     Stop,
     Wake,
 )
+from crossdock.engine import initial_placement
 from crossdock.launch.cluster import Cluster
 from crossdock.launch.output import Choice, Update
 from crossdock.models.tokenizer import Tokenizer
@@ -88,6 +94,9 @@ class EngineClient:
         self._open: dict[str, _Open] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
+        self.placement = initial_placement(config, spec)
+        self._moving, self._epoch = False, 0
+        self._moved: dict[int, Rebalanced] = {}
         self._router = Router(
             config.ranks,
             page_size=config.page_size,
@@ -246,6 +255,45 @@ class EngineClient:
                 self._changed.wait_for(lambda: len(self._fresh) == self.config.ranks, timeout)
             return [self._snapshots[rank] for rank in sorted(self._snapshots)]
 
+    # -- placements ------------------------------------------------------------------------------
+
+    def rebalance(self, slot_expert_LP: np.ndarray, timeout: float | None = None) -> Rebalanced:
+        """Moves to another placement while serving, and returns when that has ended: what of it
+        ended least well on any rank.
+
+        Raises:
+            ConfigError: another move is under way.
+            RankLost, CrossdockError: the engine has failed, or did not end in time.
+        """
+        rows = tuple(tuple(int(e) for e in row) for row in slot_expert_LP)
+        with self._changed:
+            if self.failure is not None:
+                raise RankLost(self.failure)
+            if self._moving:
+                raise ConfigError("experts are being moved already; wait until that has ended")
+            self._moving, self._moved = True, {}
+            self._epoch += 1
+            self._wave += 1
+            self._cluster.broadcast(Rebalance(self._epoch, rows, self._wave))
+            ranks = self.config.ranks
+            ended = self._changed.wait_for(
+                lambda: self.failure is not None or len(self._moved) == ranks, timeout
+            )
+            self._moving = False
+            if self.failure is not None:
+                raise RankLost(self.failure)
+            if not ended:
+                missing = sorted(set(range(ranks)) - set(self._moved))
+                raise CrossdockError(f"ranks {missing} did not end a rebalance in {timeout:g} s")
+            results = list(self._moved.values())
+        worst = min(results, key=lambda r: (r.error is None, r.layers))
+        moved = sum(r.moved_bytes for r in results)
+        if worst.error is None:
+            self.placement = replace(
+                self.placement, epoch=worst.epoch, slot_expert_LP=slot_expert_LP
+            )
+        return replace(worst, moved_bytes=moved, seconds=max(r.seconds for r in results))
+
     # -- what the ranks say ----------------------------------------------------------------------
 
     def _receive(self, rank: int, message: Any) -> None:
@@ -266,6 +314,10 @@ class EngineClient:
                 with self._changed:
                     self._snapshots[rank] = message
                     self._fresh.add(rank)
+                    self._changed.notify_all()
+            case Rebalanced():
+                with self._changed:
+                    self._moved[rank] = message
                     self._changed.notify_all()
             case Failure():
                 self._fail(_describe(message), message.user_error)

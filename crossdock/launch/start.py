@@ -3,9 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from crossdock.balance import slots_per_rank
 from crossdock.comm import (
     Board,
     SharedMemory,
+    host_copies_bytes,
     nvlink_reaches,
     resolve_device,
     resolve_transport,
@@ -72,10 +74,16 @@ def _nvlink_serves(config: EngineConfig, spec: ModelSpec) -> bool:
 
 
 def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Control board and lockstep, and the buffers of the shm transport where it is used."""
+    """Control board and lockstep, the buffers of the shm transport where it is used, and, at the
+    end, the staging of experts on the move."""
+    copies = 0
+    if config.rebalance != "off" and config.device == "cpu":
+        slots = slots_per_rank(spec.moe.num_experts, config.ranks, config.redundant_experts)
+        nbytes = spec.expert_params * DTYPE_BYTES[config.dtype]
+        copies = host_copies_bytes(config.ranks, slots, nbytes)
     if config.transport != "shm":
-        return shm_bytes(config.ranks)
-    return shm_bytes(
+        return shm_bytes(config.ranks) + copies
+    return copies + shm_bytes(
         config.ranks,
         min(config.max_num_batched_tokens, config.max_dispatch_tokens),
         spec.hidden_size,

@@ -12,8 +12,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 
+import numpy as np
 import torch
 
 from crossdock.comm import Board, build_world
@@ -25,6 +26,8 @@ from crossdock.core.messages import (
     Outputs,
     Progress,
     Ready,
+    Rebalance,
+    Rebalanced,
     Report,
     Snapshot,
     Start,
@@ -97,6 +100,9 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
                 case Wake(wave):
                     engine.wake(wave)
                     asleep = False
+                case Rebalance(epoch, slot_expert_LP, wave):
+                    _rebalance(engine, rank, channel, epoch, slot_expert_LP, wave)
+                    asleep = False
                 case Abort(request_id):
                     engine.abort(request_id)
                 case Report():
@@ -107,9 +113,27 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
         step = engine.step()
         if step.outputs:
             channel.send(Outputs(rank, tuple(step.outputs)))
+        while engine.rebalanced:
+            ended = engine.rebalanced.pop(0)
+            channel.send(Rebalanced(rank, *astuple(ended)))
         asleep = step.sleep
         if asleep:
             engine.world.board.enter("idle")
+
+
+def _rebalance(
+    engine: Engine,
+    rank: int,
+    channel: Channel,
+    epoch: int,
+    slot_expert_LP: tuple[tuple[int, ...], ...],
+    wave: int,
+) -> None:
+    """What one rank refuses all refuse, since they decide alike."""
+    try:
+        engine.rebalance(epoch, np.array(slot_expert_LP), wave)
+    except UserError as error:
+        channel.send(Rebalanced(rank, epoch, 0, 0, 0.0, str(error)))
 
 
 def _beat(board: Board) -> None:

@@ -1,6 +1,6 @@
 """A decoder-only MoE transformer, assembled from a `ModelSpec`. Knows no model by name."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -9,17 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.comm import Board
-from crossdock.core import KV, ForwardBatch, ModelSpec, Placement, Transport
+from crossdock.core import KV, ForwardBatch, ModelSpec, Placement, SlotLayer, Transport
 from crossdock.layers import (
     Attention,
-    AttentionPlanner,
+    AttentionBackend,
+    AttentionName,
     DenseMLP,
     Products,
     RMSNorm,
     Rope,
     SoloGroup,
+    choose_attention,
     choose_products,
 )
+from crossdock.layers.attention import Planner
 from crossdock.metrics import Recorder
 from crossdock.models.weights import LoadAttention, Loader, WeightSource, load_experts, load_mlp
 from crossdock.moe import MoEContext, build_moe_layer
@@ -43,6 +46,7 @@ class ModelContext:
     expert_workspace: int = 256 << 20
     """Bytes that the experts of a layer may hold at once."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
+    attention: AttentionName = "torch"
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Family:
     shared: str = "shared_experts"
 
 
-class MoEBlock(Protocol):
+class MoEBlock(SlotLayer, Protocol):
     def forward(
         self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
     ) -> Generator[None, None, Tensor]: ...
@@ -83,7 +87,8 @@ class Decoder:
         layers: list[DecoderLayer],
         norm: RMSNorm,
         head_VH: Tensor,
-        planner: AttentionPlanner,
+        attention: AttentionBackend,
+        planner: Planner,
         products: Products,
         recorder: Recorder,
         board: Board,
@@ -96,6 +101,8 @@ class Decoder:
             head_VH,
         )
         self.planner, self.products, self.recorder = planner, products, recorder
+        self.attention = attention
+        self.moe_layers: Sequence[SlotLayer] = [layer.moe for layer in layers if layer.moe]
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Generator[None, None, Tensor]:
         """[T, H] after the last norm. A rank without tokens runs the MoE layers alone."""
@@ -123,7 +130,10 @@ def build_decoder(
     spec: ModelSpec, family: Family, source: WeightSource, context: ModelContext
 ) -> Decoder:
     products = choose_products(context.invariant, context.device, context.dtype)
-    load = Loader(spec, source, products, SoloGroup(), context.dtype, context.device)
+    attention = choose_attention(
+        context.attention, context.device, context.dtype, context.invariant
+    )
+    load = Loader(spec, source, products, SoloGroup(), context.dtype, context.device, attention)
     moe_context = MoEContext(
         rank=context.rank,
         placement=context.placement,
@@ -141,13 +151,13 @@ def build_decoder(
     embedding_VH = source.get("model.embed_tokens.weight", (V, H))
     tied = spec.tie_word_embeddings
     rope = Rope(spec.rope, context.max_model_len, context.dtype, context.device)
-    window = getattr(spec.attention, "sliding_window", None)
     return Decoder(
         embedding_VH=embedding_VH,
         layers=[_layer(load, family, moe_context, i) for i in range(spec.num_layers)],
         norm=load.norm("model.norm"),
         head_VH=products.pack(embedding_VH if tied else source.get("lm_head.weight", (V, H))),
-        planner=AttentionPlanner(rope, context.dtype, window, context.invariant),
+        attention=attention,
+        planner=attention.planner(spec.attention, rope),
         products=products,
         recorder=context.recorder,
         board=context.board,

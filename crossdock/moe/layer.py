@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from crossdock.core import MoESpec, Routing
+from crossdock.core import MoESpec, Placement, Routing
 from crossdock.moe.context import MoEContext, MoEWeights
 from crossdock.moe.experts import build_experts
 from crossdock.moe.router import Router
@@ -30,6 +30,14 @@ class MoELayer:
             torch.empty(0, spec.top_k, dtype=torch.int64, device=context.device),
             torch.empty(0, spec.top_k, device=context.device),
         )
+
+    def slot_tensors(self) -> tuple[Tensor, ...]:
+        """The experts' weights, [S, ...] each; see `Experts`."""
+        return self.experts.slot_tensors
+
+    def place(self, placement: Placement) -> None:
+        """Between steps: tokens go to the slots of `placement` from now on."""
+        self.router.slot_map.update(placement)
 
     def forward(
         self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None

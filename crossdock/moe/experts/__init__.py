@@ -1,7 +1,6 @@
 """The experts of one rank: SwiGLU MLPs over what arrived, in the layout in which it arrived."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,8 +12,19 @@ from crossdock.moe.experts.rows import GroupedProduct, RowExperts, SlotBySlot
 if TYPE_CHECKING:
     from crossdock.moe.experts.device import Products
 
-Experts = Callable[[Received], Tensor]
-"""What combine takes of what dispatch gave."""
+
+class Experts(Protocol):
+    """`slot_tensors`: the weights, [S, ...] each, a slot's part contiguous; what is written there
+    counts from the next call on."""
+
+    @property
+    def slot_tensors(self) -> tuple[Tensor, ...]: ...
+
+    def __call__(self, received: Received) -> Tensor:
+        """What combine takes of what dispatch gave."""
+        ...
+
+
 _ALIGNMENT = 16
 _FP8 = torch.float8_e4m3fn
 

@@ -17,6 +17,7 @@ class Bf16Products:
 
     def __init__(self, weights: MoEWeights):
         self._gate_up_SFH, self._down_SHF = weights.gate_up_SFH, weights.down_SHF
+        self.slot_tensors = self._gate_up_SFH, self._down_SHF
         H, F = self._down_SHF.shape[1:]
         self.place_bytes = 2 * (2 * H + 3 * F)
 

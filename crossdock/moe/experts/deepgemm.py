@@ -31,6 +31,7 @@ class DeepGemmProducts:
         self._library: Any = deep_gemm
         self._gate_up = weights.gate_up_SFH, weights.gate_up_scale_SAB
         self._down = weights.down_SHF, weights.down_scale_SAB
+        self.slot_tensors = *self._gate_up, *self._down
         self.place_bytes = fp8_place_bytes(weights)
 
     def grouped(self, wave: Wave) -> Tensor:

@@ -34,11 +34,14 @@ class Wave:
 class Products(Protocol):
     """The two projections and what lies between, in one dtype by one library.
 
-    `place_bytes`: of memory that a place takes at most.
+    `place_bytes`: of memory that a place takes at most. `slot_tensors`: as of `Experts`.
     """
 
     name: str
     place_bytes: int
+
+    @property
+    def slot_tensors(self) -> tuple[Tensor, ...]: ...
 
     def grouped(self, wave: Wave) -> Tensor:
         """y_WH, unweighted; undefined where no row is."""
@@ -56,6 +59,7 @@ class DeviceExperts:
     def __init__(self, products: Products, workspace: int, per_expert: bool, rows_S: Tensor):
         self.products, self._per_expert, self._rows_S = products, per_expert, rows_S
         self.wave_places = max(ALIGN, workspace // products.place_bytes // ALIGN * ALIGN)
+        self.slot_tensors = products.slot_tensors
         self._starts = torch.empty(0, dtype=torch.int32, device=rows_S.device)
 
     def __call__(self, received: Received) -> Tensor:

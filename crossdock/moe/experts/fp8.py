@@ -23,6 +23,7 @@ class Fp8Products:
         assert weights.gate_up_scale_SAB is not None and weights.down_scale_SAB is not None
         self._gate_up = weights.gate_up_SFH, weights.gate_up_scale_SAB
         self._down = weights.down_SHF, weights.down_scale_SAB
+        self.slot_tensors = *self._gate_up, *self._down
         self.place_bytes = fp8_place_bytes(weights)
 
     def grouped(self, wave: Wave) -> Tensor:

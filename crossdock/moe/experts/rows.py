@@ -1,7 +1,5 @@
 """Experts over `Rows`: permute, a grouped product, unpermute; the host knows how many rows."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +27,12 @@ class GroupedProduct:
         if context.device.type == "cpu":
             self._gate_up_SHF = self._gate_up_SHF.contiguous()
             self._down_SFH = self._down_SFH.contiguous()
+        on_cpu = context.device.type == "cpu"
+        self.slot_tensors = (
+            (self._gate_up_SHF, self._down_SFH)
+            if on_cpu
+            else (weights.gate_up_SFH, weights.down_SHF)
+        )
         self._swiglu = choose_products(False).swiglu
         # Views of the same memory.
         gate_up_SFH, down_SHF = self._gate_up_SHF.transpose(1, 2), self._down_SFH.transpose(1, 2)
@@ -48,6 +52,7 @@ class SlotBySlot:
     alone would get wherever `matmul` is invariant. Reads the counts on the host."""
 
     def __init__(self, gate_up_SFH: Tensor, down_SHF: Tensor, context: MoEContext):
+        self.slot_tensors = gate_up_SFH, down_SHF
         self._slots = list(zip(gate_up_SFH, down_SHF, strict=True))
         self._matmul = context.matmul
         self._swiglu = choose_products(context.invariant).swiglu
@@ -69,13 +74,14 @@ class RowExperts:
 
     def __init__(
         self,
-        product: Callable[[Permuted], Tensor],
+        product: GroupedProduct | SlotBySlot,
         per_expert: bool,
         rows_at_once: int,
         rows_S: Tensor,
     ):
         self.product, self.rows_at_once = product, rows_at_once
         self._per_expert, self._rows_S = per_expert, rows_S
+        self.slot_tensors = product.slot_tensors
 
     def __call__(self, received: Received) -> Tensor:
         assert isinstance(received, Rows)
