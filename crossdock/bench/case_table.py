@@ -24,7 +24,7 @@ def render(report: Report) -> RenderableType:
                     _number(case.median),
                     " - ".join(_number(q) for q in case.quartiles),
                     str(case.n),
-                    _target(case),
+                    target_of(case),
                 )
     shown: list[RenderableType] = [Text(f"{report.command}\n{report.device}\n"), table]
     parts = [case for case in report.cases if "parts_ms" in case.more]
@@ -46,18 +46,20 @@ def _parts(cases: list[Case]) -> Table:
         table.add_column(_what(case), justify="right")
     for part in cases[0].more["parts_ms"]:
         name = "wait, within the others" if part == "wait" else part
-        table.add_row(f"  {name}", *(f"{case.more['parts_ms'][part]:.2f}" for case in cases))
-    table.add_row(
-        "  step", *(f"{_sum_of(case.more['parts_ms']):.2f}" for case in cases), style="bold"
-    )
+        table.add_row(f"  {name}", *(_ms(case.more["parts_ms"][part]) for case in cases))
+    table.add_row("  step", *(_ms(_sum_of(case.more["parts_ms"])) for case in cases), style="bold")
     return table
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
 
 
 def _sum_of(parts: dict[str, Any]) -> float:
     return float(sum(value for part, value in parts.items() if part != "wait"))
 
 
-def _target(case: Case) -> Text:
+def target_of(case: Case) -> Text:
     if case.target is None:
         return Text("")
     sign = "<=" if case.better == "lower" else ">="

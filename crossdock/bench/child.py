@@ -8,21 +8,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Self
 
 from crossdock.core import CrossdockError, UserError
+from crossdock.core.env import read_env
 
 ANSWER_S = 600.0
 
 
 class Child:
-    """A running `python -m MODULE`, asked one thing at a time; the first is its settings."""
+    """A running `python -m MODULE`, asked one thing at a time; the first is its settings.
 
-    def __init__(self, module: str, name: str, threads: int, pass_fds: Sequence[int] = ()):
+    `variables`: of its environment, beside ours.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        threads: int,
+        pass_fds: Sequence[int] = (),
+        variables: Mapping[str, str] | None = None,
+    ):
         # Imports of crossdock must find this very package, installed or not.
         root = str(Path(__file__).parents[2])
         env = {
@@ -31,6 +43,7 @@ class Child:
             "MKL_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            **(variables or {}),
         }
         self._name = name
         self._process = subprocess.Popen(
@@ -119,6 +132,8 @@ def answer_requests(
                 answer = {"error": f"{type(error).__name__}: {error}", "user": user}
                 if user:
                     answer["error"] = str(error)
+                if read_env().log_level == "debug":
+                    traceback.print_exc()
             print(json.dumps(answer), file=out, flush=True)
     finally:
         if engine is not None:

@@ -8,7 +8,7 @@ import torch
 
 from crossdock.bench.child import answer_requests
 from crossdock.comm import World, build_transport, build_world
-from crossdock.core import Routing, Transport
+from crossdock.core import Routing, Rows, Transport
 from crossdock.metrics import Recorder
 
 DEADLINE_S = 60.0
@@ -63,6 +63,7 @@ def run(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     for _ in range(count):
         received, ticket = transport.dispatch_end(transport.dispatch_begin(x_TH, routing))
+        assert isinstance(received, Rows)
         transport.combine_end(transport.combine_begin(received.x_NH, ticket))
     return {"seconds": (time.perf_counter() - begin) / count}
 

@@ -143,37 +143,143 @@ def serve(
 
 def comm(
     ctx: typer.Context,
-    ranks: Annotated[int, typer.Option(help="Rank processes of this host.")] = 4,
-    tokens: Annotated[str, typer.Option(help="Of each rank; a list gives a case each.")] = "1,8,64",
-    hidden: Annotated[int, typer.Option(min=1, help="Values of a row.")] = 256,
-    experts: Annotated[int, typer.Option(min=1, help="One slot each.")] = 32,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 4,
-    exchanges: Annotated[int, typer.Option(min=1, help="Of each turn.")] = 20,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each transport.")] = 15,
+    ranks: Annotated[
+        int | None, typer.Option(help="Rank processes. [default: all visible GPUs; 4 on CPUs]")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Of each rank; a list gives a case each. [1,32,128,4096; CPU: 1,8,64]"),
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=1, help="Values of a row. [7168; CPU: 256]")
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="One slot each. [256; CPU: 32]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token. [8; CPU: 4]")] = None,
+    exchanges: Annotated[
+        int | None, typer.Option(min=1, help="Of each turn. [10; CPU: 20]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 15,
+    device: Device = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(help="nvlink, or of CPU ranks shm. On CPUs nvlink is interpreted: no timing."),
+    ] = None,
+    pattern: Annotated[str, typer.Option(help="nvlink: uniform or one-rank.")] = "uniform",
+    programs: Annotated[
+        int | None, typer.Option(min=1, help="nvlink: most programs of a kernel.")
+    ] = None,
     target: Annotated[
-        float | None, typer.Option(help="How many times faster than collective shm must be.")
+        float | None, typer.Option(help="shm: how many times faster than collective to be.")
     ] = None,
     out: OutFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """Dispatch and combine of CPU ranks: shm beside collective, in one run."""
-    from crossdock.bench import comm as bench
+    """Dispatch and combine between ranks, beside NCCL and the link's own speed; on CPUs shm beside
+    collective."""
     from crossdock.bench.case_table import render
+    from crossdock.bench.ranks import choose_ranks
     from crossdock.bench.report import parse_counts
 
-    options = bench.CommOptions(
-        ranks=ranks,
-        tokens=parse_counts(tokens, "--tokens"),
-        hidden=hidden,
-        experts=experts,
-        top_k=top_k,
-        exchanges=exchanges,
-        repeats=repeats,
-        target=target,
-    )
+    count, kind = choose_ranks(ranks, device, on_cpu=4)
+    chosen = transport or ("nvlink" if kind == "cuda" else "shm")
+    if chosen not in ("nvlink", "shm") or (chosen == "shm" and kind == "cuda"):
+        raise ConfigError(f"--transport {chosen!r}: expected nvlink, or with --device cpu shm")
+    given = {"hidden": hidden, "experts": experts, "top_k": top_k}
+    sizes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if tokens is not None:
+        sizes["tokens"] = parse_counts(tokens, "--tokens")
+    output = output_of(ctx)
+    if chosen == "nvlink":
+        if target is not None:
+            raise ConfigError("--target is for shm; nvlink's figures have their own")
+        from crossdock.bench import comm_gpus
+
+        if exchanges is not None:
+            sizes["reps"] = exchanges
+        on_gpus = comm_gpus.GpuCommOptions(
+            count, kind, pattern=pattern, programs=programs, turns=repeats, **sizes
+        )
+        with output.stages() as on_progress:
+            gpu_run = comm_gpus.run_comm(on_gpus, on_progress)
+        report = comm_gpus.report(gpu_run, command_line())
+    else:
+        from crossdock.bench import comm as bench
+
+        if exchanges is not None:
+            sizes["exchanges"] = exchanges
+        options = bench.CommOptions(ranks=count, repeats=repeats, target=target, **sizes)
+        with output.stages() as on_progress:
+            run = bench.run_comm(options, on_progress)
+        report = bench.report(run, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def experts(
+    ctx: typer.Context,
+    ranks: Annotated[
+        int | None, typer.Option(help="GPUs that do the same. [default: all visible]")
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(help="LAYOUT:SLOTSxROWS, a list. [grouped:32x1024,..., masked:128x16]"),
+    ] = None,
+    width: Annotated[int, typer.Option(help="Values of a row.")] = 7168,
+    outputs: Annotated[int, typer.Option(help="Values that come of it.")] = 4096,
+    products: Annotated[int, typer.Option("--products", min=1, help="Of each turn.")] = 10,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 15,
+    device: Device = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Products of rows with the weights of their experts: our kernels, torch's and DeepGEMM's."""
+    from crossdock.bench import experts as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.ranks import choose_ranks
+
+    count, kind = choose_ranks(ranks, device, on_cpu=1)
+    chosen = bench.parse_shapes(shapes or bench.SHAPES)
+    options = bench.ExpertsOptions(count, kind, chosen, width, outputs, products, repeats)
     output = output_of(ctx)
     with output.stages() as on_progress:
-        run = bench.run_comm(options, on_progress)
+        run = bench.run_experts(options, on_progress)
+    report = bench.report(run, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def moe(
+    ctx: typer.Context,
+    ranks: Annotated[
+        int | None, typer.Option(help="Rank processes. [default: all visible GPUs]")
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Of each rank; a list gives cases each.")
+    ] = "128,4096",
+    hidden: Annotated[int, typer.Option(min=1, help="Values of a row.")] = 7168,
+    width: Annotated[int, typer.Option(min=1, help="Of an expert.")] = 2048,
+    experts: Annotated[int, typer.Option(min=1, help="One slot each.")] = 256,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Of each turn.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 15,
+    device: Device = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """A whole MoE layer as DeepSeek-V3's, router to combine: times, and where they go."""
+    from dataclasses import replace
+
+    from crossdock.bench import moe as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.ranks import choose_ranks
+    from crossdock.bench.report import parse_counts
+
+    count, kind = choose_ranks(ranks, device, on_cpu=2)
+    spec = replace(bench.V3, num_experts=experts, intermediate_size=width)
+    chosen = parse_counts(tokens, "--tokens")
+    options = bench.MoEOptions(count, kind, chosen, hidden, spec, layers, repeats)
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_moe(options, on_progress)
     report = bench.report(run, command_line())
     finish(report.document(), render(report), out, output)
 
@@ -198,6 +304,40 @@ def startup(
     with output.stages() as on_progress:
         starts = bench.run_startup(options, on_progress)
     report = bench.report(options, starts, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def plan(
+    ctx: typer.Context,
+    ranks: Annotated[
+        str, typer.Option(help="Simulated ranks; a list takes turns.")
+    ] = "8,64,512,2048",
+    rate: Annotated[float, typer.Option(help="Requests per second and rank.")] = 4.0,
+    seconds: Annotated[
+        float, typer.Option(help="Of simulated time; more for fewer than 512 ranks.")
+    ] = 6.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
+    hour: Annotated[
+        bool, typer.Option("--hour", help="Also an hour's traffic of 96 GPUs.")
+    ] = False,
+    target: Annotated[float | None, typer.Option(help="Rank-steps per minute to reach.")] = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """The planner's simulator: rank-steps per minute, and how its time grows with ranks."""
+    from crossdock.bench import plan as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.report import parse_counts
+
+    if not (rate > 0 and seconds > 0):
+        raise ConfigError(f"--rate {rate:g}, --seconds {seconds:g}: both must be above 0")
+    options = bench.PlanBenchOptions(
+        parse_counts(ranks, "--ranks"), rate, seconds, repeats, hour, target
+    )
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_plan(options, on_progress)
+    report = bench.report(run, command_line())
     finish(report.document(), render(report), out, output)
 
 

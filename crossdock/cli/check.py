@@ -1,6 +1,7 @@
 """`check`: what is here, and what of crossdock can run on it."""
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -12,14 +13,39 @@ from crossdock.cli.output import JsonFlag, output_of
 GIB = 2**30
 
 
-def check(ctx: typer.Context, json: JsonFlag = False) -> None:
+def check(
+    ctx: typer.Context,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure what this machine reaches and write it for `plan --gpu FILE`; under "
+            "torchrun, all its hosts and the network between them.",
+        ),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
     """Looks at this machine: versions, devices, links, memory, and what can run here."""
     from crossdock.cli.doctor import examine
 
+    if measure is not None:
+        _measure(ctx, measure)
+        return
     found = examine()
     output_of(ctx).result(found, _human(found))
     if not any(c["works"] for c in found["capabilities"]):
         raise typer.Exit(1)
+
+
+def _measure(ctx: typer.Context, path: Path) -> None:
+    from crossdock.bench.measure import measured
+
+    output = output_of(ctx)
+    with output.stages() as stage:
+        stage("measuring: copies, matrix products, links, all-to-alls")
+        document = measured(path)
+    if document is not None:
+        output.result(document, Text(f"written: {path}\n\n{document['text']}"))
 
 
 def _human(found: dict[str, Any]) -> RenderableType:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from crossdock import __version__
-from crossdock.cli import bench, check, generate, serve
+from crossdock.cli import balance, bench, bench_balance, check, generate, plan, serve
 from crossdock.cli.output import Output, open_output
 from crossdock.core import ConfigError, CrossdockError
 from crossdock.core.env import read_env
@@ -35,6 +35,8 @@ def build_app() -> typer.Typer:
     app.command("serve")(serve.serve)
     app.command("generate")(generate.generate)
     app.command("check")(check.check)
+    app.command("plan")(plan.plan)
+    app.command("balance")(balance.balance)
     app.callback()(_version_flag)
     benches = typer.Typer(
         help="Benchmarks; each ends in one JSON document.",
@@ -45,7 +47,11 @@ def build_app() -> typer.Typer:
     benches.command("engine")(bench.engine)
     benches.command("serve")(bench.serve)
     benches.command("comm")(bench.comm)
+    benches.command("experts")(bench.experts)
+    benches.command("moe")(bench.moe)
+    benches.command("balance")(bench_balance.balance)
     benches.command("startup")(bench.startup)
+    benches.command("plan")(bench.plan)
     return app
 
 

@@ -116,6 +116,11 @@ class CollectiveTransport:
         weights_NK = pending.weights_NK.masked_fill_(foreign_NK, 0.0)
         return Rows(pending.x_NH, slots_NK, weights_NK), pending.ticket
 
+    def dispatch(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> tuple[Rows, CollectiveTicket]:
+        return self.dispatch_end(self.dispatch_begin(x_TH, routing, most_tokens))
+
     def combine_begin(self, y: Tensor, ticket: CollectiveTicket) -> _Combine:
         out, back = ticket.rows_in, ticket.rows_out
         y = y.to(ticket.dtype)
@@ -145,6 +150,9 @@ class CollectiveTransport:
         count_T = torch.zeros(tokens, dtype=torch.int64, device=home_MH.device)
         count_T.scatter_add_(0, ticket.token_M, torch.ones_like(ticket.token_M))
         return sum_rows(home_MH, index_M, count_T.cumsum(0) - count_T, ticket.dtype)
+
+    def combine(self, y: Tensor, ticket: CollectiveTicket) -> Tensor:
+        return self.combine_end(self.combine_begin(y, ticket))
 
     def bytes_sent(self) -> dict[str, int]:
         return self._paths.totals()

@@ -33,6 +33,11 @@ class LocalTransport:
         received = Rows(x_TH, routing.slots_TK, weights_TK)
         return received, LocalTicket(routing, x_TH.dtype)
 
+    def dispatch(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> tuple[Rows, LocalTicket]:
+        return self.dispatch_end(self.dispatch_begin(x_TH, routing, most_tokens))
+
     def combine_begin(self, y: Tensor, ticket: LocalTicket) -> tuple[Tensor, LocalTicket]:
         self._bytes += y.numel() * ticket.dtype.itemsize
         return y.to(ticket.dtype), ticket
@@ -43,6 +48,9 @@ class LocalTransport:
         if self.per_expert:
             return weigh_and_sum(y, ticket.routing.weights_TK, slots_TK)
         return y.masked_fill((slots_TK < 0).all(1, keepdim=True), 0.0)
+
+    def combine(self, y: Tensor, ticket: LocalTicket) -> Tensor:
+        return self.combine_end(self.combine_begin(y, ticket))
 
     def bytes_sent(self) -> dict[str, int]:
         return {"self": self._bytes, "node": 0, "remote": 0}

@@ -180,6 +180,11 @@ class ShmTransport:
         received = Rows(x_NH, torch.from_numpy(slots_NK), torch.from_numpy(weights_NK))
         return received, ShmTicket(pending, counts, meta_NW[:, 0], slots_NK)
 
+    def dispatch(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> tuple[Rows, ShmTicket]:
+        return self.dispatch_end(self.dispatch_begin(x_TH, routing, most_tokens))
+
     def combine_begin(self, y: Tensor, ticket: ShmTicket) -> ShmTicket:
         values = self._words(y.to(self._dtype).contiguous())
         epoch, me = ticket.sent.epoch, self._rank
@@ -221,6 +226,9 @@ class ShmTransport:
             out = sum_rows(home_CH, index, offsets, self._dtype)
         self._in_flight[buffer_set] = False
         return out
+
+    def combine(self, y: Tensor, ticket: ShmTicket) -> Tensor:
+        return self.combine_end(self.combine_begin(y, ticket))
 
     def bytes_sent(self) -> dict[str, int]:
         return self._paths.totals()

@@ -8,6 +8,7 @@ size, L layers, B sequences, D head size.
 from crossdock.core.batch import ForwardBatch, Plan, Scheduled
 from crossdock.core.config import EngineConfig, ServerConfig
 from crossdock.core.errors import (
+    Busy,
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -35,6 +36,7 @@ from crossdock.core.topology import Member, Move, Placement, Routing, Topology
 
 __all__ = [
     "KV",
+    "Busy",
     "CapacityError",
     "CheckpointError",
     "ConfigError",

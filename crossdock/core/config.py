@@ -32,6 +32,13 @@ class EngineConfig:
     """Moving experts to other slots while serving: never, when asked, or when it pays."""
     rebalance_step_mib: float = 16.0
     """Bytes of experts that a rank sends in a step while it moves some."""
+    rebalance_policy: Literal["sticky", "eplb", "quota", "llep"] = "sticky"
+    """What plans a placement, where a request to rebalance names no other."""
+    rebalance_interval_s: float = 60.0
+    """How often loads are looked at, and the least time between two moves by itself."""
+    rebalance_threshold: float = 1.1
+    """The fullest rank's load over the mean (mean of the layers) from which a move is considered.
+    """
     invariant: bool = False
     threads: int = 1
     """CPU threads of a rank; more than one is refused in invariant mode."""
@@ -71,6 +78,12 @@ class EngineConfig:
             _at_least("redundant_experts", self.redundant_experts, 0)
         _above_0("deadline_s", self.deadline_s)
         _above_0("rebalance_step_mib", self.rebalance_step_mib)
+        _above_0("rebalance_interval_s", self.rebalance_interval_s)
+        if not self.rebalance_threshold >= 1:
+            raise ConfigError(
+                "rebalance_threshold must be at least 1 (the fullest rank's load over the mean), "
+                f"got {self.rebalance_threshold}"
+            )
         _above_0("expert_workspace_gib", self.expert_workspace_gib)
         if self.kv_memory_gib is not None:
             _above_0("kv_memory_gib", self.kv_memory_gib)

@@ -33,6 +33,10 @@ class RequestError(UserError):
         self.param = param
 
 
+class Busy(UserError):
+    """Something of which there can be one at a time is under way; ask again when it has ended."""
+
+
 class RankLost(CrossdockError):
     """A rank died or missed a deadline. `rank` is the one that did not come (-1: not known)."""
 

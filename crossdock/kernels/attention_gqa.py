@@ -19,11 +19,12 @@ from crossdock.kernels.attention_split import (
     gather_paged,
     merge,
     paged_slots,
+    query_operand,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
 
-TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 3)
+TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 2)
 
 
 @triton.jit
@@ -63,7 +64,12 @@ def _step(
     return acc, higher, total, following
 
 
-@triton.jit
+# Batches differ in these, and kernels are not compiled for each of them.
+_ANY = ["sequences", "window", "stride_table"]
+_ANY_ALIGNMENT = ["table_ptr", "lens_ptr"]
+
+
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, first_ptr, seq_ptr,
     chunk_ptr, part_ptr, lse_ptr, sequences, scale, window, stride_qb, stride_qh, stride_table,
@@ -85,8 +91,9 @@ def _decode_kernel(
         d = tl.arange(0, BLOCK_D)
         at = q_ptr + b * stride_qb + (g * GROUP + row)[None, :] * stride_qh + d[:, None]
         q_DM = tl.load(at, mask=(row < GROUP)[None, :] & (d < D)[:, None], other=0.0)
-        dtype: tl.constexpr = q_ptr.dtype.element_ty
-        q_DM = as_operand(q_DM, dtype)
+        q_type: tl.constexpr = q_ptr.dtype.element_ty
+        dtype: tl.constexpr = tl.float16 if SCALED and q_type == tl.bfloat16 else q_type
+        q_DM = query_operand(q_DM, dtype)
         k_ptr += g * D
         v_ptr += g * D
         k_scale_ptr += g * STRIDE_SCALE_G
@@ -120,11 +127,11 @@ def _decode_kernel(
 
 
 def decode_items(kv_heads: int, device: torch.device) -> int:
-    """How many items fill the card some four times over, for `split_keys`."""
+    """How many items fill the card some three times over, for `split_keys`."""
     if device.type != "cuda":
         return 8
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, 16 * cores // kv_heads)
+    return max(1, 8 * cores // kv_heads)
 
 
 def decode_gqa(

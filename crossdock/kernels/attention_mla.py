@@ -20,11 +20,12 @@ from crossdock.kernels.attention_split import (
     gather_paged,
     merge,
     paged_slots,
+    query_operand,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
 
-TILE, TILE_FP8, TILE_WIDE = KeyTile(64, 4, 2), KeyTile(64, 8, 2), KeyTile(64, 8, 2)
+TILE, TILE_FP8, TILE_WIDE = KeyTile(32, 4, 3), KeyTile(32, 8, 2), KeyTile(64, 8, 2)
 WIDE_HEADS = 64
 """Heads of a program where arithmetic is the bound."""
 
@@ -85,7 +86,12 @@ def _step(
     return acc, higher, total, following
 
 
-@triton.jit
+# Batches differ in these, and kernels are not compiled for each of them.
+_ANY = ["sequences", "stride_table"]
+_ANY_ALIGNMENT = ["table_ptr", "lens_ptr"]
+
+
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _decode_kernel(
     q_ptr, q_rope_ptr, cache_ptr, scale_ptr, table_ptr, lens_ptr, first_ptr, seq_ptr, chunk_ptr,
     part_ptr, lse_ptr, sequences, scale, heads, stride_qb, stride_qh, stride_rb, stride_rh,
@@ -103,16 +109,17 @@ def _decode_kernel(
         h = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         i = tl.arange(0, BLOCK_L)
         r = tl.arange(0, BLOCK_R)
-        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        q_type: tl.constexpr = q_ptr.dtype.element_ty
+        dtype: tl.constexpr = tl.float16 if SCALED and q_type == tl.bfloat16 else q_type
         H_AXIS: tl.constexpr = 1 if WIDE else 0  # to expand heads along
         X_AXIS: tl.constexpr = 0 if WIDE else 1
         h_2 = tl.expand_dims(h, H_AXIS)
         i_2 = tl.expand_dims(i, X_AXIS)
         r_2 = tl.expand_dims(r, X_AXIS)
         at = q_ptr + b * stride_qb + h_2 * stride_qh + i_2
-        q = as_operand(tl.load(at, mask=(h_2 < heads) & (i_2 < L), other=0.0), dtype)
+        q = query_operand(tl.load(at, mask=(h_2 < heads) & (i_2 < L), other=0.0), dtype)
         at = q_rope_ptr + b * stride_rb + h_2 * stride_rh + r_2
-        q_rope = as_operand(tl.load(at, mask=(h_2 < heads) & (r_2 < R), other=0.0), dtype)
+        q_rope = query_operand(tl.load(at, mask=(h_2 < heads) & (r_2 < R), other=0.0), dtype)
         table_ptr += b * stride_table
         best = tl.full((BLOCK_M,), -1e30, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -172,10 +179,17 @@ def decode_mla(
     part_WhL = torch.empty(split.items, h, L, dtype=torch.float32, device=q_BhL.device)
     lse_Wh = torch.empty(split.items, h, dtype=torch.float32, device=q_BhL.device)
     block_m = min(WIDE_HEADS, max(16, triton.next_power_of_2(h)))
+    grid = (triton.cdiv(h, block_m), split.items)
+    if tile is None and _fits_hopper(q_BhL, L, R, page_size):
+        _launch_hopper(
+            grid, q_BhL, q_rope_BhR, cache_SC, scales, table_BP, lens_B, split, part_WhL, lse_Wh,
+            scale, page_size, block_m,
+        )  # fmt: skip
+        return merge(part_WhL, lse_Wh, split, q_BhL.new_empty(B, h, L))
     wide = block_m == WIDE_HEADS
     if tile is None:
         tile = TILE_WIDE if wide else TILE if scales is None else TILE_FP8
-    _decode_kernel[(triton.cdiv(h, block_m), split.items)](
+    _decode_kernel[grid](
         q_BhL, q_rope_BhR, cache_SC, cache_SC if scales is None else scales, table_BP, lens_B,
         split.first_B1, split.seq_W, split.chunk, part_WhL, lse_Wh, B, scale * LOG2_E, h,
         q_BhL.stride(0), q_BhL.stride(1), q_rope_BhR.stride(0), q_rope_BhR.stride(1),
@@ -185,6 +199,40 @@ def decode_mla(
         SCALED=scales is not None, WIDE=wide, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return merge(part_WhL, lse_Wh, split, q_BhL.new_empty(B, h, L))
+
+
+def _fits_hopper(q_BhL: Tensor, L: int, R: int, page_size: int) -> bool:
+    """Widths and pages that bulk copies can take in blocks of at least 8 rows by 64 columns."""
+    fits = L in (256, 512) and R == 64 and q_BhL.dtype == torch.bfloat16
+    pages = page_size % 64 == 0 or page_size in (8, 16, 32)
+    if not (fits and pages and q_BhL.is_cuda) or INTERPRET.value:
+        return False
+    return torch.cuda.get_device_capability(q_BhL.device)[0] == 9
+
+
+def _launch_hopper(
+    grid: tuple[int, int], q_BhL: Tensor, q_rope_BhR: Tensor, cache_SC: Tensor,
+    scales: Tensor | None, table_BP: Tensor, lens_B: Tensor, split: Split, part_WhL: Tensor,
+    lse_Wh: Tensor, scale: float, page_size: int, heads: int,
+) -> None:  # fmt: skip
+    # Imported here: Gluon is needed on Hopper only.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from crossdock.kernels.attention_mla_hopper import hopper_kernel
+
+    box, cache = min(page_size, 64), cache_SC
+    if scales is None:
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        cache = TensorDescriptor.from_tensor(cache_SC, [box, 64], layout)
+    hopper_kernel[grid](
+        cache, lse_Wh if scales is None else scales, q_BhL, q_rope_BhR, table_BP, lens_B,
+        split.first_B1, split.seq_W, split.chunk, part_WhL, lse_Wh, q_BhL.shape[0],
+        scale * LOG2_E, q_BhL.shape[1], q_BhL.stride(0), q_BhL.stride(1), q_rope_BhR.stride(0),
+        q_rope_BhR.stride(1), table_BP.stride(0),
+        M=heads, L=q_BhL.shape[2], PAGE=page_size, BOX=box, STAGES=2, SCALED=scales is not None,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def decode_mla_twin(

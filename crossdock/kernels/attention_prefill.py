@@ -20,6 +20,7 @@ from crossdock.kernels.attention_split import (
     as_operand,
     gather_paged,
     paged_slots,
+    query_operand,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
@@ -85,7 +86,12 @@ def _step(
     return acc, higher, total
 
 
-@triton.jit
+# Batches differ in these, and kernels are not compiled for each of them.
+_ANY = ["sequences", "window", "stride_table"]
+_ANY_ALIGNMENT = ["table_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr"]
+
+
+@triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _prefill_kernel(
     q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, k_scale_ptr, v_scale_ptr, out_ptr, table_ptr,
     cu_q_ptr, cu_k_ptr, lens_ptr, first_ptr, seq_ptr, sequences, scale, window, stride_qt,
@@ -115,15 +121,16 @@ def _prefill_kernel(
         token_row = (first_row + token).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         v = tl.arange(0, BLOCK_V)
-        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        q_type: tl.constexpr = q_ptr.dtype.element_ty
+        dtype: tl.constexpr = tl.float16 if SCALED and q_type == tl.bfloat16 else q_type
         at = q_ptr + (token_row * stride_qt + head * stride_qh)[:, None] + d[None, :]
-        q = as_operand(tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0), dtype)
+        q = query_operand(tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0), dtype)
         q_rope = q
         if R > 0:
             r = tl.arange(0, BLOCK_R)
             at = q_rope_ptr + (token_row * stride_rt + head * stride_rh)[:, None] + r[None, :]
             mask = valid[:, None] & (r < R)[None, :]
-            q_rope = as_operand(tl.load(at, mask=mask, other=0.0), dtype)
+            q_rope = query_operand(tl.load(at, mask=mask, other=0.0), dtype)
         pos_q = length - queries + token
         k_ptr += g * STRIDE_KH
         v_ptr += g * STRIDE_VH
@@ -173,7 +180,7 @@ def _prefill_kernel(
                 )  # fmt: skip
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         at = out_ptr + (token_row * stride_ot + head * stride_oh)[:, None] + v[None, :]
-        out = cast_rows(out, dtype, INTERPRET)
+        out = cast_rows(out, out_ptr.dtype.element_ty, INTERPRET)
         tl.store(at, out, mask=valid[:, None] & (v < V)[None, :])
 
 

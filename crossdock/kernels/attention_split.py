@@ -51,7 +51,10 @@ class Split:
         return self.seq_W.shape[0]
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["sequences", "target", "least", "most"],
+    do_not_specialize_on_alignment=["lens_ptr"],
+)
 def _split_kernel(
     lens_ptr, first_ptr, seq_ptr, chunk_ptr, sequences, target, least, most,
     FIXED: tl.constexpr, CUMULATIVE: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -140,6 +143,15 @@ def paged_slots(table_ptr, pos, end, PAGE: tl.constexpr):
 def as_operand(x, dtype: tl.constexpr):
     """What `tl.dot` can take; the interpreter's products of BF16 would multiply the bits."""
     return x.to(tl.float32) if INTERPRET else x.to(dtype)
+
+
+@triton.jit
+def query_operand(q, dtype: tl.constexpr):
+    """As `as_operand`, kept within range where that is FP16: codes of E4M3 become FP16 in one
+    instruction and keep their bits, while BF16 takes several."""
+    if dtype == tl.float16:
+        q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0)
+    return as_operand(q, dtype)
 
 
 @triton.jit

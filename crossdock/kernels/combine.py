@@ -79,7 +79,7 @@ def _send_home(
     count = tl.load(tokens + home)
     base = tl.sum(tl.where(tl.arange(0, R_MAX) == home, bases, 0), axis=0)
     unit = lane
-    while unit < units:
+    while unit * CHUNK < count:
         token = unit * CHUNK
         # What is at hand about the next token is loaded before it is known whether there is one.
         row = (home * max_tokens + token).to(tl.int64)
@@ -117,9 +117,8 @@ def _send_home(
             there = (k < top_k) & (token < max_tokens)
             slot = tl.load(slots + row * stride + k, mask=there, other=-1)
             weight = tl.load(weights + row * stride + k, mask=there, other=0.0)
-        if unit * CHUNK < count:
-            flag = pointer_at(base, off_flags, tl.int64) + (rank * units + unit)
-            release(flag, epoch, unit >= 0)
+        flag = pointer_at(base, off_flags, tl.int64) + (rank * units + unit)
+        release(flag, epoch, unit >= 0)
         unit += lanes
 
 

@@ -2,12 +2,15 @@
 
 from crossdock.layers.attention import (
     Attention,
+    AttentionBackend,
+    AttentionName,
     AttentionPlan,
     AttentionPlanner,
     GQAttention,
     GQAWeights,
     MLAttention,
     MLAWeights,
+    choose_attention,
 )
 from crossdock.layers.group import SoloGroup
 from crossdock.layers.linear import (
@@ -26,6 +29,8 @@ from crossdock.layers.rope import Rope, half_split_order, softmax_scale
 
 __all__ = [
     "Attention",
+    "AttentionBackend",
+    "AttentionName",
     "AttentionPlan",
     "AttentionPlanner",
     "BatchMatMul",
@@ -39,6 +44,7 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "SoloGroup",
+    "choose_attention",
     "choose_products",
     "half_split_order",
     "invariant_linear",

@@ -8,22 +8,19 @@ token costs the server an addition.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from crossdock.core.messages import Snapshot
+from crossdock.metrics.families import counter, gauge, histogram, kv_families, rebalance_families
+from crossdock.metrics.rebalances import Rebalances
 from crossdock.metrics.recorder import EXCHANGE_BUCKETS_S, Histogram
 from crossdock.metrics.totals import LoadWindow, Totals, Values, balancedness, relative_std
 
@@ -64,6 +61,7 @@ class Engine:
     ranks: int
     top_k: int
     load_window_tokens: int
+    rebalances: Rebalances | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class _Reading:
     generation_tokens: float = 0
     step_seconds: "dict[int, float] | None" = None
     wait_seconds: "dict[int, float] | None" = None
+    steps: "dict[int, float] | None" = None
 
 
 class GatewayMetrics(Collector):
@@ -151,6 +150,8 @@ class GatewayMetrics(Collector):
                 yield from self._scheduler_families()
                 yield from self._expert_families(self._engine)
                 yield from self._rank_families(self._engine)
+                if self._engine.rebalances is not None:
+                    yield from rebalance_families(self._engine.rebalances)
 
     def _read(self) -> None:
         if self._engine is None or self._window is None:
@@ -160,8 +161,8 @@ class GatewayMetrics(Collector):
             self._totals.update(snapshot.rank, _arrays(values))
             self._gauges[snapshot.rank] = values.get("scheduler", {})
             self._moe_layers = tuple(values.get("moe_layers", self._moe_layers))
-            for name, histogram in values.get("histograms", {}).items():
-                self._bounds[name] = tuple(histogram["bounds"])
+            for name, h in values.get("histograms", {}).items():
+                self._bounds[name] = tuple(h["bounds"])
         expert_LE = self._totals.sum("expert_tokens")
         slots_RL = list(self._totals.per_rank("slot_tokens").values())
         if expert_LE is not None and slots_RL:
@@ -177,6 +178,7 @@ class GatewayMetrics(Collector):
                 _scalar(totals.sum("generation_tokens_total")),
                 {r: float(v) for r, v in totals.per_rank("seconds.step").items()},
                 {r: float(v) for r, v in totals.per_rank("seconds.wait").items()},
+                {r: float(v) for r, v in totals.per_rank("steps").items()},
             )
         )
         while len(self._readings) > 2 and now - self._readings[1].time >= RECENT_S:
@@ -191,14 +193,14 @@ class GatewayMetrics(Collector):
             ("e2e_request_latency_seconds", "From arrival to the last output token", self.e2e),
             ("request_queue_time_seconds", "From arrival at a rank to the first step", self.queue),
         ):  # fmt: skip
-            yield _histogram(name, f"{what}, in seconds.", h.bounds, list(h.counts), h.sum)
-        yield _counter(
+            yield histogram(name, f"{what}, in seconds.", h.bounds, list(h.counts), h.sum)
+        yield counter(
             "request_success_total",
             "Sequences that ended, by finish reason (abort: by the client or a shutdown).",
             ["finished_reason"],
             [((reason,), count) for reason, count in self._finished.items()],
         )
-        yield _counter(
+        yield counter(
             "http_responses_total",
             "HTTP responses by route and status (499: the client left first).",
             ["route", "status"],
@@ -211,16 +213,17 @@ class GatewayMetrics(Collector):
             ("num_requests_running", "Sequences being computed now, over all ranks."),
             ("num_requests_waiting", "Sequences that wait for room on a rank, over all ranks."),
         ):
-            yield _gauge(name, what, [], [((), sum(g.get(name, 0) for g in gauges))])
+            yield gauge(name, what, [], [((), sum(g.get(name, 0) for g in gauges))])
         usage = [g.get("kv_cache_usage_perc", 0.0) for g in gauges]
-        yield _gauge(
+        yield gauge(
             "kv_cache_usage_perc",
             "Share of KV pages in use, 1 is all of them; mean over ranks.",
             [],
             [((), sum(usage) / len(usage) if usage else 0.0)],
         )
         for name, what in _SCHEDULER_COUNTERS.items():
-            yield _counter(name, what, [], [((), _scalar(self._totals.sum(name)))])
+            yield counter(name, what, [], [((), _scalar(self._totals.sum(name)))])
+        yield from kv_families(gauges)
 
     def _expert_families(self, engine: Engine) -> Iterator[Metric]:
         window = self._window
@@ -228,7 +231,7 @@ class GatewayMetrics(Collector):
         layers = [str(layer) for layer in self._moe_layers]
         expert_LE = self._totals.sum("expert_tokens")
         rows = [] if expert_LE is None else expert_LE.tolist()
-        yield _counter(
+        yield counter(
             "expert_tokens_total",
             "Tokens routed to each logical expert (one token counts top-k times); layer is the "
             "model's layer index.",
@@ -250,56 +253,72 @@ class GatewayMetrics(Collector):
         ):  # fmt: skip
             pairs = zip(layers, figures, strict=False)
             samples = [((layer,), figure) for layer, figure in pairs if figure is not None]
-            yield _gauge(name, f"{what}, {over}.", ["layer"], samples)
-        yield _gauge(
+            yield gauge(name, f"{what}, {over}.", ["layer"], samples)
+        yield gauge(
+            "idle_experts",
+            f"Experts that no token was routed to, {over}.",
+            ["layer"],
+            [
+                ((layer,), (row == 0).sum())
+                for layer, row in zip(layers, window.shown_LE, strict=False)
+            ],
+        )
+        yield gauge(
             "load_window_tokens",
             "Tokens per layer after which a load window closes.",
             [],
             [((), engine.load_window_tokens)],
         )
-        yield _gauge(
+        yield gauge(
             "load_window_filled_tokens",
             "Tokens per layer in the open load window so far.",
             [],
             [((), window.filled)],
         )
-        yield _counter(
+        yield counter(
             "load_windows_total", "Load windows closed so far.", [], [((), window.closed)]
         )
 
     def _rank_families(self, engine: Engine) -> Iterator[Metric]:
         totals = self._totals
-        yield _counter(
+        yield counter(
             "rank_tokens_total",
             "Rows that the experts of each rank computed, over all layers.",
             ["rank"],
             [((str(r),), v.sum()) for r, v in totals.per_rank("slot_tokens").items()],
         )
-        yield _gauge(
+        yield gauge(
             "rank_busy_ratio",
             f"Share of step time not spent waiting for other ranks, over the last {RECENT_S:.0f} s "
             "or more (without a step in them: since the start).",
             ["rank"],
             [((str(rank),), ratio) for rank, ratio in self._busy().items()],
         )
+        yield gauge(
+            "step_wait_seconds",
+            f"What a step of each rank waits for other ranks, mean over the last {RECENT_S:.0f} s "
+            "or more, in seconds.",
+            ["rank"],
+            [((str(rank),), wait) for rank, wait in self._waits().items()],
+        )
         for name in ("dispatch", "combine"):
             bounds = self._bounds.get(name, EXCHANGE_BUCKETS_S)
             counts, total = totals.sum(f"counts.{name}"), totals.sum(f"sum.{name}")
-            yield _histogram(
+            yield histogram(
                 f"{name}_seconds",
                 f"Time of one {name} (one layer, one step) on a rank, waits included, in seconds.",
                 bounds,
                 [0] * (len(bounds) + 1) if counts is None else counts.tolist(),
                 _scalar(total),
             )
-        yield _counter(
+        yield counter(
             "all_to_all_bytes_total",
             "Bytes sent by dispatch and combine: to itself, within the node, to another node.",
             ["path"],
             [((path,), _scalar(totals.sum(f"bytes.{path}"))) for path in _PATHS],
         )
         parts = sorted(n.removeprefix("seconds.") for n in totals.names() if n[:8] == "seconds.")
-        yield _counter(
+        yield counter(
             "step_seconds_total",
             "Seconds spent in each part of the steps, added over ranks; part 'step' is the whole, "
             "'wait' also counts in the part that waited.",
@@ -309,7 +328,7 @@ class GatewayMetrics(Collector):
         for name, what, rate in zip(
             ("prefill_tpgs", "decode_tpgs"), ("Prompt", "Output"), self._rates(), strict=True
         ):
-            yield _gauge(
+            yield gauge(
                 name,
                 f"{what} tokens per device and second, over the last {RECENT_S:.0f} s or more.",
                 [],
@@ -328,6 +347,18 @@ class GatewayMetrics(Collector):
             if step > 0:
                 ratios[rank] = min(1.0, max(0.0, 1.0 - wait / step))
         return ratios
+
+    def _waits(self) -> dict[int, float]:
+        base, now = self._readings[0], self._readings[-1]
+        waits = {}
+        for rank, steps in (now.steps or {}).items():
+            wait = (now.wait_seconds or {}).get(rank, 0.0)
+            recent = steps - (base.steps or {}).get(rank, 0.0)
+            if recent > 0:
+                waits[rank] = (wait - (base.wait_seconds or {}).get(rank, 0.0)) / recent
+            elif steps > 0:
+                waits[rank] = wait / steps
+        return waits
 
     def _rates(self) -> tuple[float, float]:
         """Prompt and output tokens per second."""
@@ -349,9 +380,11 @@ def _arrays(values: dict[str, Any]) -> Values:
     }
     scheduler = values.get("scheduler", {})
     flat |= {name: scheduler[name] for name in _SCHEDULER_COUNTERS if name in scheduler}
-    for name, histogram in values.get("histograms", {}).items():
-        flat[f"counts.{name}"] = histogram["counts"]
-        flat[f"sum.{name}"] = histogram["sum"]
+    if "step" in values.get("calls", {}):
+        flat["steps"] = values["calls"]["step"]
+    for name, h in values.get("histograms", {}).items():
+        flat[f"counts.{name}"] = h["counts"]
+        flat[f"sum.{name}"] = h["sum"]
     if "expert_tokens" in values:
         flat["expert_tokens"] = values["expert_tokens"]
     arrays = {name: np.asarray(value) for name, value in flat.items()}
@@ -363,30 +396,3 @@ def _arrays(values: dict[str, Any]) -> Values:
 
 def _scalar(value: np.ndarray | None) -> float:
     return 0.0 if value is None else float(value)
-
-
-Samples = Iterable[tuple[tuple[str, ...], float]]
-
-
-def _counter(name: str, what: str, labels: list[str], samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(f"crossdock:{name}", what, labels=labels), samples)
-
-
-def _gauge(name: str, what: str, labels: list[str], samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(f"crossdock:{name}", what, labels=labels), samples)
-
-
-def _filled(family: Any, samples: Samples) -> Metric:
-    for labels, value in samples:
-        family.add_metric(labels, float(value))
-    return family
-
-
-def _histogram(
-    name: str, what: str, bounds: Sequence[float], counts: Sequence[int], total: float
-) -> Metric:
-    family = HistogramMetricFamily(f"crossdock:{name}", what)
-    cumulative = np.cumsum(counts).tolist()
-    edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    family.add_metric([], list(zip(edges, cumulative, strict=True)), total)
-    return family

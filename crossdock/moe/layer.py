@@ -42,8 +42,9 @@ class MoELayer:
     def forward(
         self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
     ) -> Generator[None, None, Tensor]:
-        """[T, H]; T may be 0. Yields with a dispatch in flight: once, or as often as the tokens of
-        the rank that has most exceed what the transport takes at once.
+        """[T, H]; T may be 0. Yields with a dispatch in flight, where there is a shared expert to
+        run meanwhile: once, or as often as the tokens of the rank that has most exceed what the
+        transport takes at once.
 
         Args:
             keys_T: int64, a hash of (request, position).
@@ -70,24 +71,29 @@ class MoELayer:
         t1 = clock()
         observe("router", t1 - t0)
         self._board.enter("dispatch", self._index)
-        pending = transport.dispatch_begin(x_TH, routing, most_tokens)
-        begun = clock() - t1
-        yield
         shared_TH = None
-        if self.shared is not None and not idle:
+        if self.shared is None:  # nothing to put between
+            received, ticket = transport.dispatch(x_TH, routing, most_tokens)
+            t4 = clock()
+            observe("dispatch", t4 - t1)
+        else:
+            pending = transport.dispatch_begin(x_TH, routing, most_tokens)
+            begun = clock() - t1
+            yield
             t2 = clock()
-            shared_TH = self.shared(x_TH)
-            observe("shared", clock() - t2)
-        t3 = clock()
-        received, ticket = transport.dispatch_end(pending)
-        t4 = clock()
-        observe("dispatch", begun + t4 - t3)
+            if not idle:
+                shared_TH = self.shared(x_TH)
+                observe("shared", clock() - t2)
+            t3 = clock()
+            received, ticket = transport.dispatch_end(pending)
+            t4 = clock()
+            observe("dispatch", begun + t4 - t3)
         self._board.enter("experts", self._index)
         y = self.experts(received)
         t5 = clock()
         observe("experts", t5 - t4)
         self._board.enter("combine", self._index)
-        out_TH = transport.combine_end(transport.combine_begin(y, ticket))
+        out_TH = transport.combine(y, ticket)
         observe("combine", clock() - t5)
         return out_TH if shared_TH is None else out_TH + shared_TH
 

@@ -29,11 +29,16 @@ class Router:
         self._invariant = context.invariant
         self._logits = _choose_logits(weights.router_EH, context)
         self._tokens_E = context.load.tokens_LE[index]
+        self._in_one_kernel = None
+        if context.device.type == "cuda" and not context.invariant:
+            self._in_one_kernel = _one_kernel(spec, self.slot_map, weights.bias_E, self._tokens_E)
         # Among equal scores the lowest id wins, so it gets the highest low bits of the key.
         self._low_bits_E = torch.arange(spec.num_experts - 1, -1, -1, device=context.device)
 
     def __call__(self, x_TH: Tensor, keys_T: Tensor) -> Routing:
         """keys_T: int64, a hash of (request, position)."""
+        if self._in_one_kernel is not None:
+            return Routing(*self._in_one_kernel(self._logits(x_TH), keys_T))
         ids_TK, weights_TK = self.choose(x_TH)
         ids = ids_TK.view(-1)
         self._tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
@@ -108,32 +113,51 @@ def _choose_logits(router_EH: Tensor, context: MoEContext) -> Callable[[Tensor],
     return lambda x_TH: context.matmul(x_TH.float(), router_EH, None)
 
 
+def _one_kernel(
+    spec: MoESpec, slot_map: "SlotMap", bias_E: Tensor | None, tokens_E: Tensor
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(logits_TE, keys_T) to (slots_TK, weights_TK), as `choose` and `SlotMap` give them."""
+    from crossdock.kernels.router import ReplicaMap, RouterRule, route
+
+    rule = RouterRule(
+        spec.top_k,
+        spec.scoring,
+        spec.num_groups,
+        spec.topk_groups,
+        spec.group_score,
+        spec.norm_topk_prob,
+        spec.routed_scaling_factor,
+    )
+    replicas = ReplicaMap(slot_map.slots_EM, slot_map.count_E, slot_map.salt, _MIX)
+    return lambda logits_TE, keys_T: route(logits_TE, keys_T, rule, replicas, tokens_E, bias_E)
+
+
 class SlotMap:
     """Logical expert to physical slot of one layer, at fixed addresses; a token's replica is chosen
     by a hash of its key and the layer."""
 
     def __init__(self, placement: Placement, index: int, device: torch.device):
-        self._index = index
+        self._index, self.salt = index, _MIX_LAYER * (index + 1) & (1 << 62) - 1
         experts, slots = placement.num_experts, placement.slot_expert_LP.shape[1]
         self._width = slots - experts + 1  # the most replicas any placement of this size can have
-        self._slots_EM = torch.zeros(experts, self._width, dtype=torch.int64, device=device)
-        self._count_E = torch.ones(experts, dtype=torch.int64, device=device)
+        self.slots_EM = torch.zeros(experts, self._width, dtype=torch.int64, device=device)
+        self.count_E = torch.ones(experts, dtype=torch.int64, device=device)
         self.update(placement)
 
     def update(self, placement: Placement) -> None:
         """Between steps; `placement` has the same shape as the one before."""
         slots_EM, count_E = placement.replicas(self._index)
-        if len(count_E) != len(self._count_E) or slots_EM.shape[1] > self._width:
+        if len(count_E) != len(self.count_E) or slots_EM.shape[1] > self._width:
             raise ValueError(f"placement {placement.epoch} has another number of experts or slots")
-        self._slots_EM[:, : slots_EM.shape[1]].copy_(torch.from_numpy(slots_EM))
-        self._count_E.copy_(torch.from_numpy(count_E))
+        self.slots_EM[:, : slots_EM.shape[1]].copy_(torch.from_numpy(slots_EM))
+        self.count_E.copy_(torch.from_numpy(count_E))
 
     def __call__(self, ids_TK: Tensor, keys_T: Tensor) -> Tensor:
         ids = ids_TK.view(-1)
         if self._width == 1:
-            return self._slots_EM.view(-1).index_select(0, ids).view_as(ids_TK)
-        hash_T = ((keys_T ^ (_MIX_LAYER * (self._index + 1) & (1 << 62) - 1)) * _MIX) >> 33
+            return self.slots_EM.view(-1).index_select(0, ids).view_as(ids_TK)
+        hash_T = ((keys_T ^ self.salt) * _MIX) >> 33
         hash_T = hash_T & 0x3FFFFFFF
-        pick_TK = hash_T.unsqueeze(1) % self._count_E.index_select(0, ids).view_as(ids_TK)
+        pick_TK = hash_T.unsqueeze(1) % self.count_E.index_select(0, ids).view_as(ids_TK)
         cell = ids_TK * self._width + pick_TK
-        return self._slots_EM.view(-1).index_select(0, cell.view(-1)).view_as(ids_TK)
+        return self.slots_EM.view(-1).index_select(0, cell.view(-1)).view_as(ids_TK)

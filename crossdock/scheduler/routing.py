@@ -1,7 +1,8 @@
 """Which attention group gets a request: the one that holds its prefix, unless it is busy."""
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from crossdock.scheduler.pages import extend_digests, root_digest
@@ -43,6 +44,41 @@ def choose_group(
     best = min(groups, key=lambda g: (-cached_tokens[g], loads[g].tokens, loads[g].requests, g))
     saved = cached_tokens[best] - cached_tokens[least]
     return best if loads[best].tokens - loads[least].tokens <= GAIN * saved else least
+
+
+class _LeastLoaded:
+    """The groups with a place left, least loaded first, in O(log groups) a change.
+
+    A heap of (tokens, requests, group): every change adds an entry, those of earlier loads are
+    passed over.
+    """
+
+    def __init__(self, loads: Sequence[GroupLoad], max_num_seqs: int):
+        self._loads = loads
+        self._max_num_seqs = max_num_seqs
+        self._heap: list[tuple[int, int, int]] = []
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._heap = [(load.tokens, load.requests, g) for g, load in enumerate(self._loads)]
+        heapq.heapify(self._heap)
+
+    def changed(self, group: int) -> None:
+        load = self._loads[group]
+        heapq.heappush(self._heap, (load.tokens, load.requests, group))
+        if len(self._heap) > 4 * len(self._loads) + 64:
+            self._rebuild()
+
+    def first(self) -> int | None:
+        """None where all places are taken."""
+        while self._heap:
+            tokens, requests, group = self._heap[0]
+            load = self._loads[group]
+            current = (load.tokens, load.requests) == (tokens, requests)
+            if current and requests < self._max_num_seqs:
+                return group
+            heapq.heappop(self._heap)  # a full group comes back with its next change
+        return None
 
 
 class PrefixIndex:
@@ -93,6 +129,7 @@ class Router:
         self._index = [PrefixIndex(kv_pages) for _ in range(num_groups)]
         self._loads = [GroupLoad() for _ in range(num_groups)]
         self._open: dict[str, tuple[int, GroupLoad]] = {}
+        self._least = _LeastLoaded(self._loads, max_num_seqs)
 
     @property
     def loads(self) -> tuple[GroupLoad, ...]:
@@ -110,14 +147,27 @@ class Router:
         if self._caching:
             extend_digests(digests, tokens, self.page_size, self._root)
         usable = digests[: (len(tokens) - 1) // self.page_size] if tokens else []
-        cached = [index.match(usable) * self.page_size for index in self._index]
-        group = choose_group(self._loads, cached, self.max_num_seqs)
+        cached = {}
+        if usable:
+            matches = enumerate(index.match(usable) for index in self._index)
+            cached = {g: pages * self.page_size for g, pages in matches if pages}
+        group = self._choose(cached)
         self._index[group].insert(digests)
-        new = len(tokens) - cached[group]
+        new = len(tokens) - cached.get(group, 0)
         share = GroupLoad(1, new + min(max_tokens, TYPICAL_OUTPUT), new)
         self._open[request_id] = group, share
         self._count(group, share, 1)
         return group
+
+    def _choose(self, cached: Mapping[int, int]) -> int:
+        """`choose_group` without a look at every group. `cached`: of groups with any."""
+        least = self._least.first()
+        if least is None or cached:
+            groups = list(range(len(self._loads))) if least is None else sorted({least, *cached})
+            loads = [self._loads[g] for g in groups]
+            tokens = [cached.get(g, 0) for g in groups]
+            return groups[choose_group(loads, tokens, self.max_num_seqs)]
+        return least
 
     def started(self, request_id: str) -> None:
         """Its first token came: its prompt is no longer queued."""
@@ -139,3 +189,4 @@ class Router:
             load.kv_tokens + sign * share.kv_tokens,
             load.queued_tokens + sign * share.queued_tokens,
         )
+        self._least.changed(group)

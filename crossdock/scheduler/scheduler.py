@@ -149,20 +149,23 @@ class Scheduler:
     def _plan_running(self, shares: dict[SequenceState, int]) -> int:
         """Give the running sequences their shares; returns the tokens left."""
         budget = self.max_num_batched_tokens
-        decodes = [seq for seq in self._running if seq.remaining == 1]
-        prefills = [seq for seq in self._running if seq.remaining > 1]
-        for seq in decodes + prefills:
-            count = min(seq.remaining, budget)
+        left = [(seq, seq.remaining) for seq in self._running]
+        decodes = [pair for pair in left if pair[1] == 1]
+        prefills = [pair for pair in left if pair[1] > 1]
+        size = self.page_size
+        for seq, remaining in decodes + prefills:
+            count = remaining if remaining < budget else budget
             if not seq.running or count == 0:
                 continue
-            missing = self._pages_for(seq.computed + count) - len(seq.pages)
-            while missing > self.pool.available and seq.running:
-                budget += shares.pop(self._preempt_last(), 0)
-            if seq.running:
-                if missing > 0:
-                    seq.pages += self.pool.allocate(missing)
-                shares[seq] = count
-                budget -= count
+            missing = -(-(seq.computed + count) // size) - len(seq.pages)
+            if missing > 0:
+                while missing > self.pool.available and seq.running:
+                    budget += shares.pop(self._preempt_last(), 0)
+                if not seq.running:
+                    continue
+                seq.pages += self.pool.allocate(missing)
+            shares[seq] = count
+            budget -= count
         return budget
 
     def _preempt_last(self) -> SequenceState:
@@ -217,15 +220,16 @@ class Scheduler:
 
     def _item(self, seq: SequenceState, count: int) -> Scheduled:
         start = seq.computed
-        sample = count == seq.remaining
+        length = len(seq.tokens) + seq.pending
+        sample = start + count == length
         return Scheduled(
-            request=seq.request,
-            start=start,
-            tokens=seq.slice(start, start + count),
-            pages=seq.pages,
-            sample=sample,
-            num_outputs=seq.num_outputs,
-            output_ids=tuple(seq.tokens[seq.num_prompt :]) if seq.penalties and sample else (),
+            seq.request,
+            start,
+            seq.slice(start, start + count),
+            seq.pages,
+            sample,
+            length - seq.num_prompt,
+            tuple(seq.tokens[seq.num_prompt :]) if seq.penalties and sample else (),
         )
 
     def advance(self, plan: Plan) -> None:
@@ -262,18 +266,20 @@ class Scheduler:
             raise ValueError(f"the plan has {len(plan.items)} items, got {len(sampled)} results")
         _, seqs = self._launched.popleft()
         outputs, self._ended = self._ended, []
+        generated = 0
         for item, seq, token in zip(plan.items, seqs, sampled, strict=True):
             if item.sample and seq.alive:
                 if token is None:
                     raise ValueError(f"request {seq.request.id!r} samples, got no token")
                 outputs.append(self._append(seq, token))
+                generated += 1
+        self._totals["generation_tokens_total"] += generated
         return outputs
 
     def _append(self, seq: SequenceState, token: Sampled) -> TokenOutput:
-        first = len(seq.tokens) == seq.num_prompt + len(seq.request.emitted)
+        first = len(seq.tokens) == seq.num_given
         seq.pending -= 1
         seq.tokens.append(token.token_id)
-        self._totals["generation_tokens_total"] += 1
         ending = seq.ending()
         if ending is not None:
             self._close(seq)
@@ -307,8 +313,12 @@ class Scheduler:
 
     def stats(self) -> dict[str, float]:
         """Gauges and totals under vLLM's names, and pages by state; `queued_tokens` are those of
-        waiting requests and of prompts not yet computed."""
+        waiting requests and of prompts not yet computed. `pages_reserved`: still due to the prompts
+        of running sequences, out of the free and the cached; `kv_tokens`: KV in used pages, that of
+        shared ones counted once."""
         pool = self.pool
+        due = sum(self._pages_for(len(s.tokens)) - len(s.pages) for s in self._running)
+        empty = sum(len(s.pages) * self.page_size - s.computed for s in self._running)
         unfinished = sum(s.remaining for s in self._running if s.remaining > 1)
         return {
             "num_requests_running": len(self._running),
@@ -318,5 +328,8 @@ class Scheduler:
             "pages_free": pool.num_free,
             "pages_cached": pool.num_cached,
             "pages_used": pool.num_used,
+            "pages_reserved": max(0, due),
+            "kv_tokens": pool.num_used * self.page_size - empty,
+            "page_size": self.page_size,
             "queued_tokens": unfinished + sum(len(s.tokens) for s in self._waiting),
         }

@@ -10,7 +10,8 @@ class SequenceState:
     """What the scheduler knows of one request; changed by the scheduler alone.
 
     `computed`: leading tokens whose KV is there or launched. `pending`: tokens that launched steps
-    are sampling. `length` counts them, `tokens` does not hold them yet. Preemption sets `computed`
+    are sampling. `length` counts them, `tokens` does not hold them yet. `num_given`: prompt and
+    outputs made elsewhere. Preemption sets `computed`
     back to 0 and keeps `tokens`, so that prompt and outputs are recomputed alike.
     """
 
@@ -22,6 +23,7 @@ class SequenceState:
         "eos",
         "max_length",
         "num_cached",
+        "num_given",
         "num_prompt",
         "pages",
         "penalties",
@@ -41,6 +43,7 @@ class SequenceState:
         self.arrived = arrived
         self.tokens = [*request.prompt_ids, *request.emitted]
         self.num_prompt = len(request.prompt_ids)
+        self.num_given = len(self.tokens)
         self.max_length = max_length
         if params.max_tokens is not None:
             self.max_length = min(max_length, self.num_prompt + params.max_tokens)
@@ -71,7 +74,9 @@ class SequenceState:
         return length - self.computed
 
     def slice(self, start: int, end: int) -> tuple[int, ...]:
-        known = tuple(self.tokens[start:end])
+        if end <= len(self.tokens):
+            return (self.tokens[start],) if end - start == 1 else tuple(self.tokens[start:end])
+        known = tuple(self.tokens[start:])
         return known + (PENDING,) * (end - start - len(known))
 
     def ending(self) -> tuple[FinishReason, int | None] | None:
@@ -79,13 +84,15 @@ class SequenceState:
 
         The stop id is given for `stop_token_ids`, not for the end of sequence, as vLLM does.
         """
-        if len(self.tokens) > self.num_prompt:
+        length = len(self.tokens)
+        if length <= self.num_prompt:
+            return None
+        if (self.eos or self.stops) and (
+            length - self.num_prompt >= self.request.params.min_tokens
+        ):
             last = self.tokens[-1]
-            if len(self.tokens) - self.num_prompt >= self.request.params.min_tokens:
-                if last in self.eos:
-                    return "stop", None
-                if last in self.stops:
-                    return "stop", last
-            if len(self.tokens) >= self.max_length:
-                return "length", None
-        return None
+            if last in self.eos:
+                return "stop", None
+            if last in self.stops:
+                return "stop", last
+        return ("length", None) if length >= self.max_length else None

@@ -53,6 +53,8 @@ class Rank:
         dtype = getattr(torch, case["dtype"])
         self.built += 1
         world = self.world
+        # Host buffers lie where those of the case before did.
+        world.lockstep.exchange([self.built])
         if self.device.type == "cuda":
             store = dist.FileStore(f"{self.rendezvous}.symmetric{self.built}", world.size)
             world = replace(world, store=store)
@@ -123,7 +125,8 @@ class Rank:
         given = routing.slots_TK, routing.weights_TK
         want, ticket = oracle.dispatch_end(oracle.dispatch_begin(x, routing))
         exchange.dispatch_send(0, x, *given)
-        arrived, segments = exchange.dispatch_segments(0, 8)
+        arrived = exchange.dispatch_rows(0)
+        segments = exchange.place(0, arrived, 8)
         y = self.segmented(exchange, arrived, segments)
         exchange.combine_segments(0, y, arrived, segments)
         out = exchange.combine_home(0, *given)
@@ -339,7 +342,7 @@ class Rank:
         exchange, hidden, tokens = nvlink.exchange, case["hidden"], case["max_tokens"]
         total = case["size"] * case["slots"]
         x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=self.device)
-        slots = torch.zeros(tokens, case["top_k"], dtype=torch.int64, device=self.device)
+        slots = torch.arange(case["top_k"], device=self.device).repeat(tokens, 1)
         weights = torch.ones(tokens, case["top_k"], device=self.device)
         room = x.new_empty(case["slots"], tokens * case["size"], hidden)
 

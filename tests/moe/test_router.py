@@ -168,9 +168,9 @@ def test_replicas_share_the_tokens_of_their_expert():
 def test_a_new_placement_keeps_the_addresses():
     first = Placement(0, np.array([[0, 1, 2, 0]]), 3, 2)
     slot_map = SlotMap(first, 0, CPU)
-    address = slot_map._slots_EM.data_ptr(), slot_map._count_E.data_ptr()
+    address = slot_map.slots_EM.data_ptr(), slot_map.count_E.data_ptr()
     slot_map.update(Placement(1, np.array([[2, 2, 1, 0]]), 3, 2))
-    assert address == (slot_map._slots_EM.data_ptr(), slot_map._count_E.data_ptr())
+    assert address == (slot_map.slots_EM.data_ptr(), slot_map.count_E.data_ptr())
     got = slot_map(torch.tensor([[0, 1]]), torch.tensor([5]))
     assert got.tolist() == [[3, 2]]
     with pytest.raises(ValueError, match="another number of experts"):

@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from crossdock.core import (
+    ConfigError,
     EngineConfig,
     GQASpec,
     ModelSpec,
@@ -25,6 +26,7 @@ from crossdock.core import (
 )
 from crossdock.core.messages import Snapshot
 from crossdock.metrics import GatewayMetrics
+from crossdock.metrics.rebalances import Rebalances
 from crossdock.server import claim_port, create_app
 from crossdock.server.run import Server, _Protocol
 
@@ -100,6 +102,41 @@ def words(prompt_ids: tuple[int, ...], params: SamplingParams, index: int) -> li
     return updates
 
 
+class FakeRecording:
+    """Remembers what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def start(self) -> None:
+        self.asked.append("start")
+
+    def stop(self) -> None:
+        self.asked.append("stop")
+
+    def reset(self) -> None:
+        self.asked.append("reset")
+
+    def dump(self) -> dict[str, Any]:
+        if "start" not in self.asked:
+            raise ConfigError("the recording of expert loads is empty")
+        return {"windows": [{"steps": 3, "tokens": [[1, 2, 3, 4]]}]}
+
+    def state(self) -> dict[str, Any]:
+        return {"recording": self.asked[-1] != "stop", "windows": 0}
+
+
+class FakeBalancer:
+    """`act` plays a rebalance; called with the policy."""
+
+    def __init__(self) -> None:
+        self.totals = Rebalances(1.1)
+        self.act: Callable[[str | None], Any] = lambda policy: None
+
+    def rebalance(self, policy: str | None = None) -> Any:
+        return self.act(policy)
+
+
 @dataclass
 class FakeClient:
     """Plays `script` for every choice from threads of its own; with `permits`, an update each."""
@@ -113,6 +150,8 @@ class FakeClient:
     submitted: list[Any] = field(default_factory=list)
     aborts: queue.Queue = field(default_factory=queue.Queue)
     snapshot_list: list[Snapshot] = field(default_factory=list)
+    recording: FakeRecording = field(default_factory=FakeRecording)
+    balancer: FakeBalancer = field(default_factory=FakeBalancer)
 
     def __post_init__(self) -> None:
         self.config, self.spec = EngineConfig(model="m", ranks=2), SPEC

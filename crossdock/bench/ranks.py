@@ -1,0 +1,80 @@
+"""A benchmark's rank processes: one for each GPU, or in Triton's interpreter on CPUs.
+
+All get the same request at the same time and talk among themselves while they answer it.
+"""
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from crossdock.bench.child import Child
+from crossdock.comm import SharedMemory, shm_bytes
+from crossdock.core import ConfigError
+
+
+class Ranks:
+    """`settings` reach every rank, with `rank`, `ranks`, `device`, `fd` and `rendezvous`.
+
+    Args:
+        module: of the rank, run by `python -m`.
+        symmetric_bytes: for each rank's symmetric buffers where they are host memory.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        count: int,
+        device: str,
+        settings: dict[str, Any],
+        stack: ExitStack,
+        symmetric_bytes: int = 0,
+    ):
+        memory = SharedMemory.create(shm_bytes(count) + count * symmetric_bytes)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="crossdock-"))
+        variables = {"TRITON_INTERPRET": "1"} if device == "cpu" else {}
+        self._children = [
+            stack.enter_context(Child(module, f"rank {r}", 1, (memory.fd,), variables))
+            for r in range(count)
+        ]
+        common = {
+            **settings,
+            "ranks": count,
+            "device": device,
+            "fd": memory.fd,
+            "rendezvous": str(Path(directory) / "store"),
+        }
+        for rank, child in enumerate(self._children):
+            child.send({**common, "rank": rank})
+        self.facts = [child.receive() for child in self._children]
+        memory.close_fd()
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """By rank."""
+        for child in self._children:
+            child.send(request)
+        return [child.receive() for child in self._children]
+
+
+def visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose_ranks(ranks: int | None, device: str | None, on_cpu: int) -> tuple[int, str]:
+    """`(count, "cuda" or "cpu")`: all visible GPUs unless told otherwise.
+
+    Raises:
+        ConfigError: more ranks than GPUs, or no GPU although one was asked for.
+    """
+    if device not in (None, "auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device!r}: expected auto, cpu or cuda")
+    gpus = 0 if device == "cpu" else visible_gpus()
+    if device == "cpu" or (not gpus and device != "cuda"):
+        return ranks or on_cpu, "cpu"
+    if not gpus:
+        raise ConfigError("--device cuda: no CUDA device found")
+    if ranks is not None and not 1 <= ranks <= gpus:
+        raise ConfigError(f"--ranks {ranks}: expected 1 to {gpus}, one for each visible GPU")
+    return ranks or gpus, "cuda"

@@ -1,0 +1,256 @@
+"""`balance`: recorded expert loads to a placement, and what it would gain."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from crossdock.cli.output import JsonFlag, output_of
+from crossdock.core import ConfigError, load_spec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from crossdock.balance import Answer, Loads, Problem
+
+MOST_ROWS = 20
+"""Layers in the table; of more, the worst balanced."""
+MOST_SLOTS = 640
+"""Slots of all layers up to which a terminal is shown the placement."""
+
+
+def balance(
+    ctx: typer.Context,
+    loads: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LOADS",
+            help="Recorded loads: JSON, or SGLang's .pt. See docs/balancing.md.",
+        ),
+    ],
+    ranks: Annotated[int, typer.Option(help="Expert-parallel ranks.")],
+    redundant: Annotated[
+        int | None,
+        typer.Option(help="Slots beyond one per expert. [default: as few as the ranks need]"),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="eplb, quota, llep, lp, sticky, or optimal for small cases.")
+    ] = "eplb",
+    nodes: Annotated[int, typer.Option(help="Hosts of these ranks, for eplb.")] = 1,
+    groups: Annotated[int, typer.Option(help="Expert groups of the router, for eplb.")] = 1,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the model: says how many bytes an expert has."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw rank loads before and after: .png or .svg."),
+    ] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Plans which rank holds which experts, from recorded loads."""
+    from crossdock.cli.balance_plot import check_plot, draw
+
+    if plot is not None:
+        check_plot(plot)
+    recorded = _read(loads)
+    nbytes = recorded.expert_bytes if model is None else _expert_bytes(model)
+    problem = _problem(recorded, ranks, redundant, nodes, groups, nbytes)
+    start = time.perf_counter()
+    answer = _policy(policy)(problem)
+    seconds = time.perf_counter() - start
+    plan = _document(recorded, problem, answer, policy, seconds, nbytes)
+    output = output_of(ctx)
+    if plot is not None:
+        before, after = _rank_loads(recorded, problem, answer)
+        draw(before, after, f"{policy}, {ranks} ranks", plot)
+        output.notes.print(f"written: {plot}", markup=False)
+    output.result(plan, _human(plan))
+
+
+def _policy(name: str) -> Any:
+    from crossdock.balance import POLICIES
+
+    if name not in POLICIES:
+        raise ConfigError(f"--policy {name!r}: expected one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def _read(path: Path) -> "Loads":
+    from crossdock.balance import parse_loads, read_loads
+
+    if path.suffix != ".pt":
+        return read_loads(path)
+    import pickle
+    import zipfile
+
+    import torch
+
+    unsafe = ConfigError(f"{path}: not a file of tensors that torch can load safely")
+    if path.exists() and not zipfile.is_zipfile(path):
+        raise unsafe
+    try:
+        document = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (pickle.UnpicklingError, RuntimeError):
+        raise unsafe from None
+    if isinstance(document, dict):
+        document = {
+            key: value.numpy() if isinstance(value, torch.Tensor) else value
+            for key, value in document.items()
+        }
+    return parse_loads(document, str(path))
+
+
+def _expert_bytes(model: Path) -> int:
+    """In the checkpoint's own type."""
+    from crossdock.planner.memory import matrix_bytes
+
+    spec = load_spec(model)
+    dtype = spec.dtype if spec.quant is None else "float8_e4m3fn"
+    return matrix_bytes(spec, spec.expert_params, dtype)
+
+
+def _problem(
+    recorded: "Loads",
+    ranks: int,
+    redundant: int | None,
+    nodes: int,
+    groups: int,
+    nbytes: int | None,
+) -> "Problem":
+    from crossdock.balance import Problem, slots_per_rank
+
+    for flag, value in (("--ranks", ranks), ("--nodes", nodes), ("--groups", groups)):
+        if value < 1:
+            raise ConfigError(f"{flag} must be at least 1, got {value}")
+    if redundant is not None and redundant < 0:
+        raise ConfigError(f"--redundant must be at least 0, got {redundant}")
+    num_experts = recorded.load_WLE.shape[2]
+    return Problem(
+        recorded.total_LE(),
+        ranks,
+        slots_per_rank(num_experts, ranks, redundant),
+        nodes,
+        groups,
+        recorded.placement_LP,
+        nbytes or 1,
+    )
+
+
+def _start(problem: "Problem") -> "np.ndarray":
+    """What is served now: the placement recorded, else the one an engine starts with."""
+    from crossdock.balance import linear_placement
+
+    if problem.current_LP is not None:
+        return problem.current_LP
+    num_layers, num_experts = problem.load_LE.shape
+    redundant = problem.num_ranks * problem.slots_per_rank - num_experts
+    return linear_placement(num_layers, num_experts, problem.num_ranks, redundant).slot_expert_LP
+
+
+def _rank_loads(
+    recorded: "Loads", problem: "Problem", answer: "Answer"
+) -> tuple["np.ndarray", "np.ndarray"]:
+    """`load_LR` before and after."""
+    from crossdock.balance import Answer, rank_load
+
+    load_LE = recorded.total_LE()
+    return (
+        rank_load(load_LE, Answer(_start(problem)), problem.num_ranks),
+        rank_load(load_LE, answer, problem.num_ranks),
+    )
+
+
+def _document(
+    recorded: "Loads",
+    problem: "Problem",
+    answer: "Answer",
+    policy: str,
+    seconds: float,
+    nbytes: int | None,
+) -> dict[str, Any]:
+    from crossdock.balance import imbalance_of, moved_experts
+
+    before_LR, after_LR = _rank_loads(recorded, problem, answer)
+    moves_L = moved_experts(_start(problem), answer.slot_expert_LP, problem.num_ranks)
+    num_layers, num_experts = problem.load_LE.shape
+    replicas_L = (answer.slot_expert_LP >= 0).sum(axis=1) - num_experts
+    moves = int(moves_L.sum())
+    return {
+        "policy": policy,
+        "windows": len(recorded.load_WLE),
+        "steps": int(recorded.steps_W.sum()),
+        "layers": num_layers,
+        "experts": num_experts,
+        "ranks": problem.num_ranks,
+        "slots_per_rank": problem.slots_per_rank,
+        "nodes": problem.num_nodes,
+        "groups": problem.num_groups,
+        "seconds": seconds,
+        "imbalance_before": imbalance_of(before_LR).tolist(),
+        "imbalance_after": imbalance_of(after_LR).tolist(),
+        "replicas": int(replicas_L.sum()),
+        "moves": moves,
+        "bytes": None if nbytes is None else moves * nbytes,
+        "replicas_by_layer": replicas_L.tolist(),
+        "moves_by_layer": moves_L.tolist(),
+        "placement": answer.slot_expert_LP.tolist(),
+        "shares": None if answer.share_LP is None else answer.share_LP.tolist(),
+    }
+
+
+def _human(plan: dict[str, Any]) -> RenderableType:
+    before, after = plan["imbalance_before"], plan["imbalance_after"]
+    layers = plan["layers"]
+    shown = sorted(sorted(range(layers), key=lambda i: -before[i])[:MOST_ROWS])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("layer", "before", "after", "replicas", "moves"):
+        table.add_column(column, justify="right")
+    for i in shown:
+        table.add_row(
+            str(i),
+            f"{before[i]:.3f}",
+            f"{after[i]:.3f}",
+            str(plan["replicas_by_layer"][i]),
+            str(plan["moves_by_layer"][i]),
+        )
+    table.add_row(
+        "mean",
+        f"{sum(before) / layers:.3f}",
+        f"{sum(after) / layers:.3f}",
+        f"{plan['replicas'] / layers:.1f}",
+        f"{plan['moves'] / layers:.1f}",
+        style="bold",
+    )
+    head = (
+        f"{plan['policy']}: {layers} layers x {plan['experts']} experts on {plan['ranks']} ranks "
+        f"x {plan['slots_per_rank']} slots, planned in {plan['seconds'] * 1e3:.1f} ms\n"
+        "imbalance: load of the fullest rank over the mean, 1 is ideal"
+    )
+    if len(shown) < layers:
+        head += f"; the {len(shown)} layers that were worst of {layers}"
+    nbytes = plan["bytes"]
+    size = "--model tells the bytes" if nbytes is None else f"{nbytes / 2**20:,.1f} MiB"
+    moved = f"\nto move: {plan['moves']} experts to ranks that do not hold them, {size}"
+    return Group(Text(head + "\n"), table, Text(moved), *_placement(plan))
+
+
+def _placement(plan: dict[str, Any]) -> list[RenderableType]:
+    """A line per layer, the ranks' experts between bars."""
+    rows, slots = plan["placement"], plan["slots_per_rank"]
+    if len(rows) * len(rows[0]) > MOST_SLOTS:
+        return [Text("placement: too large to show, --json has it")]
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("experts of rank 0 | rank 1 | ...", overflow="fold")
+    for layer, row in enumerate(rows):
+        ranks = [row[i : i + slots] for i in range(0, len(row), slots)]
+        parts = [" ".join("-" if e < 0 else str(e) for e in experts) for experts in ranks]
+        table.add_row(str(layer), " | ".join(parts))
+    return [Text(""), table]

@@ -1,0 +1,50 @@
+"""Grouped-query attention on Triton kernels; `gqa.py` is its torch form."""
+
+import torch
+from torch import Tensor
+
+from crossdock.core import GQASpec, Group
+from crossdock.kernels.attention_gqa import decode_gqa
+from crossdock.kernels.attention_prefill import prefill_gqa
+from crossdock.kernels.rope import gqa_norm_rope_write
+from crossdock.layers.attention.gqa import GQAWeights
+from crossdock.layers.attention.paged_plan import PagedPlan
+from crossdock.layers.linear import Products
+
+
+class PagedGQAttention:
+    def __init__(
+        self, spec: GQASpec, weights: GQAWeights, eps: float, products: Products, group: Group
+    ):
+        self.spec, self.w, self.products, self.group = spec, weights, products, group
+        self.eps, self.scale = eps, spec.head_dim**-0.5
+        self.norms: tuple[Tensor, Tensor] | None = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self.norms = (weights.q_norm, weights.k_norm)
+
+    def __call__(self, x_TH: Tensor, cache: tuple[Tensor, ...], plan: PagedPlan) -> Tensor:
+        """[T, H] to [T, H]; first writes the rows' keys and values to `cache`: k, v [S, g, D],
+        and for E4M3 their scales [S, g]."""
+        qkv_TC = self.products.matmul(x_TH, self.w.qkv, self.w.qkv_bias)
+        q_ThD = gqa_norm_rope_write(
+            qkv_TC, self.norms, self.spec.qk_norm == "full", self.eps, self.spec.clip_qkv,
+            plan.cos_PD, plan.sin_PD, plan.positions_T, plan.slots_T, cache,
+        )  # fmt: skip
+        k, v, *rest = cache
+        scales = (rest[0], rest[1]) if rest else None
+        parts, scale = [], self.scale
+        if plan.decode is not None:
+            d = plan.decode
+            parts.append(
+                decode_gqa(q_ThD[: d.count], k, v, d.table_BP, d.lens_B, d.split, scale,
+                           plan.page_size, plan.window, scales)
+            )  # fmt: skip
+        if plan.prefill is not None:
+            p = plan.prefill
+            parts.append(
+                prefill_gqa(q_ThD[p.start :], k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale,
+                            plan.page_size, plan.window, scales)
+            )  # fmt: skip
+        out_ThD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out_TH = self.products.matmul(out_ThD.flatten(1), self.w.out, self.w.out_bias)
+        return self.group.all_reduce(out_TH)

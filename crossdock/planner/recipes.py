@@ -1,0 +1,71 @@
+"""Where the shipped descriptions of models and hardware lie."""
+
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from crossdock.core import ConfigError
+
+Kind = Literal["models", "hardware"]
+_SUFFIXES = {"models": (".json", ".toml"), "hardware": (".toml",)}
+
+
+def recipes_dir() -> Path:
+    """`recipes/` of the checkout, or where an installation puts it.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    beside = Path(__file__).resolve().parents[2] / "recipes"
+    installed = Path(sysconfig.get_path("data")) / "share" / "crossdock" / "recipes"
+    for path in (beside, installed):
+        if (path / "hardware").is_dir():
+            return path
+    raise ConfigError(
+        f"no shipped recipes: looked in {beside} and {installed}; give the path of a file instead"
+    )
+
+
+def recipe_names(kind: Kind) -> list[str]:
+    folder = recipes_dir() / kind
+    return sorted(path.stem for path in folder.iterdir() if path.suffix in _SUFFIXES[kind])
+
+
+def find_recipe(kind: Kind, name: str) -> Path | None:
+    """The file of the recipe called `name`, in whatever case."""
+    for suffix in _SUFFIXES[kind]:
+        path = recipes_dir() / kind / f"{name.lower()}{suffix}"
+        if path.is_file():
+            return path
+    return None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError, naming the file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def check_keys(where: str, values: dict[str, Any], known: dict[str, Any], needed: set[str]) -> None:
+    """That `values` has only keys of `known`, of the types it gives, and all that are `needed`.
+
+    Raises:
+        ConfigError: names the key, what was given and what is expected.
+    """
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key}; known keys: {', '.join(sorted(known))}")
+        kinds = known[key] if isinstance(known[key], tuple) else (known[key],)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+        if not fits or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise ConfigError(f"{where}: {key} = {value!r}; expected {names}")
+        if isinstance(value, (int, float)) and value < 0:
+            raise ConfigError(f"{where}: {key} = {value}; expected a number of at least 0")
+    if missing := sorted(needed - values.keys()):
+        raise ConfigError(f"{where}: missing: {', '.join(missing)}")

@@ -1,0 +1,210 @@
+"""`bench comm`, `experts` and `moe` over the kernels, in Triton's interpreter with real ranks; and
+what becomes of measured times."""
+
+import json
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from crossdock.bench import comm_gpus, experts, moe
+from crossdock.bench.comm_case import KNOWN, LINK, OURS, OURS_TWO, CommCase
+from crossdock.bench.comm_deepep import find_deep_ep
+from crossdock.bench.figures import DEEP_EP
+from crossdock.bench.moe_parts import Span, parts_of
+from crossdock.bench.ranks import choose_ranks
+from crossdock.comm import LocalLockstep
+from crossdock.core import ConfigError
+
+H200 = "2 x NVIDIA H200"
+FULL = {"ranks": 2, "hidden": 7168, "experts": 256, "top_k": 8}
+
+
+def test_busiest_link_counts_what_crosses():
+    case = CommCase(2, 50, 128, 128, 8, 3)
+    slots = [case.slots_of(rank, 7) for rank in range(2)]
+    assert all(len(set(row)) == 3 for row in np.concatenate(slots))
+    away = [(s // 4 != rank) for rank, s in enumerate(slots)]
+    assert case.busiest_link(7, False) == max(a.any(1).sum() for a in away)
+    assert case.busiest_link(7, True) == max(a.sum() for a in away)
+    one = CommCase(4, 50, 128, 128, 16, 3, pattern="one-rank")
+    assert all(one.slots_of(rank, 1).max() < 4 for rank in range(4))
+    assert one.busiest_link(1, False) == 3 * 50
+
+
+def timed(case, **graph_us):
+    times = {
+        (OURS, "dispatch_to_rows"): [180.0, 190.0, 200.0],
+        (OURS_TWO, "dispatch_to_rows"): [210.0],
+        (OURS, "combine"): [250.0],
+        (OURS_TWO, "combine"): [270.0],
+        (f"NCCL {KNOWN}", "dispatch"): [284.0],
+        (f"NCCL {KNOWN}", "combine"): [300.0],
+        (LINK, "copy"): [1000.0],
+    }
+    kinds = {key: {"eager": [2 * v for v in us], "graph": us} for key, us in times.items()}
+    return comm_gpus.Timed(case, kinds, (4000, 4000), 14336, 528)
+
+
+def test_comm_report():
+    case = CommCase(2, 4096, 4096, 7168, 256, 8)
+    options = comm_gpus.GpuCommOptions(2, "cuda")
+    report = comm_gpus.report(comm_gpus.GpuCommRun(options, H200, "none", (timed(case),)), "cmd")
+    document = json.loads(json.dumps(report.document()))
+    found = {(c["name"], c["shape"]["variant"].split(", normal")[0]): c for c in document["cases"]}
+    rows = found["dispatch_to_rows", OURS]
+    assert (rows["median"], rows["target"], rows["reached"]) == (190.0, 200.0, True)
+    assert rows["against"] == {OURS_TWO: 210.0, f"NCCL {KNOWN}": 284.0, DEEP_EP: 355.0}
+    assert rows["wire_GBps"] == pytest.approx(4000 * 14336 / 190e-6 / 1e9)
+    copy_rate = (256 << 20) / 1000e-6 / 1e9
+    assert rows["share_of_copy"] == pytest.approx(rows["wire_GBps"] / copy_rate)
+    assert (rows["eager_us"], rows["timed"], rows["programs"]) == (380.0, "graph", 528)
+    combine = found["combine", OURS]
+    assert combine["against"] == {OURS_TWO: 270.0, f"NCCL {KNOWN}": 300.0, DEEP_EP: 427.0}
+    assert found["combine", f"NCCL {KNOWN}"]["target"] is None
+    assert document["copy_GBps"] == pytest.approx(copy_rate)
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden": 4096}, {"per_expert": True}, {"pattern": "one-rank"}]
+)
+def test_no_figure_of_other_shapes(change):
+    case = CommCase(**{**FULL, "tokens": 4096, "max_tokens": 4096, **change})
+    options = comm_gpus.GpuCommOptions(2, "cuda")
+    report = comm_gpus.report(comm_gpus.GpuCommRun(options, H200, "none", (timed(case),)), "cmd")
+    assert all(c.target is None and DEEP_EP not in c.against for c in report.cases)
+
+
+DEEP_EP_MODULE = """
+__version__ = "0"
+
+
+class Buffer:
+    get_low_latency_rdma_size_hint = staticmethod(lambda tokens, hidden, ranks, experts: tokens)
+
+    def __init__(self, group, num_rdma_bytes, low_latency_mode, num_qps_per_rank):
+        assert (group.size(), num_rdma_bytes, num_qps_per_rank) == (2, 2, 2)
+
+    def low_latency_dispatch(self, x, topk, most, experts, use_fp8):
+        return x.new_zeros(2, 2 * most, x.shape[1]), None, (most, experts), None, None
+
+    def low_latency_combine(self, y, topk, weights, handle):
+        assert handle == (2, 4) and len(topk) == len(weights) == 2
+"""
+
+
+def test_comm_in_the_interpreter(tmp_path, monkeypatch):
+    case = CommCase(2, 2, 2, 128, 4, 2)
+    monkeypatch.setattr(comm_gpus, "cases_of", lambda options: [case])  # of many: they are slow
+    (tmp_path / "deep_ep.py").write_text(DEEP_EP_MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sizes = {"hidden": 128, "experts": 4, "top_k": 2, "reps": 1, "turns": 2}
+    options = comm_gpus.GpuCommOptions(2, "cpu", tokens=(2,), **sizes)
+    report = comm_gpus.report(comm_gpus.run_comm(options), "cmd")
+    by_who = {}
+    for found in report.cases:
+        by_who.setdefault(found.shape["variant"].split(", low")[0], []).append(found)
+    ours = by_who[OURS]
+    names = ["dispatch_to_rows", "dispatch_to_ready", "combine", "round_trip"]
+    assert [c.name for c in ours] == names == [c.name for c in by_who[OURS_TWO]]
+    assert all(c.n == 4 and c.median > 0 for c in ours)
+    assert report.notes["interpreter"] and "interpreter" in report.device
+    assert report.notes["deep_ep"] == "0"
+    assert [c.name for c in by_who["DeepEP 0"]] == ["dispatch", "combine"]
+    assert all("DeepEP 0, eager" in c.against for c in ours[:3])
+
+
+def test_deep_ep_that_cannot_be_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    module, why = find_deep_ep(SimpleNamespace(lockstep=LocalLockstep()))
+    assert module is None and "deep_ep" in why
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(__version__="1.2.1"))
+    others = SimpleNamespace(exchange=lambda values: [tuple(values), (0,)])
+    assert find_deep_ep(SimpleNamespace(lockstep=others))[0] is None  # another rank has it not
+
+
+def test_parts_of_a_layer():
+    once = ["_align", "router_gemm", "dispatch_fused", "hopper_kernel", "_swiglu_x"]
+    once += ["hopper_kernel", "memset", "combine_fused", "flush"]
+    names = [*once, *once, "_align"]
+    spans = [Span(name, 10.0 * i, 10.0 * i + 6.0 + i % 9) for i, name in enumerate(names)]
+    spans[4] = Span(names[4], 40.0, 49.0)
+    got = parts_of(spans)
+    lengths = [span.end - span.start for span in spans]
+    means = [(lengths[i] + lengths[i + 9]) / 2 for i in range(9)]
+    parts = got["parts"]
+    assert parts["router"] == means[1] and parts["other"] == means[6]
+    assert (parts["gemm 1"], parts["gemm 2"]) == (means[3], means[5])
+    assert got["kernels"]["hopper_kernel"] == means[3] + means[5]
+    assert "flush" not in got["kernels"] and parts_of(spans[:3]) == {}
+
+
+def test_experts_in_the_interpreter():
+    shapes = experts.parse_shapes("grouped:2x3,masked:2x3")
+    options = experts.ExpertsOptions(1, "cpu", shapes, width=256, out=128, reps=1, turns=2)
+    report = experts.report(experts.run_experts(options), "cmd")
+    ours = [c for c in report.cases if c.shape["variant"].startswith(experts.OURS)]
+    assert [(c.name, c.unit) for c in ours] == [("arithmetic", "TFLOP/s"), ("weights", "TB/s")] * 2
+    grouped = ours[0]
+    flops = 2 * 2 * 3 * 256 * 128
+    assert grouped.median == pytest.approx(flops / grouped.more["us"] / 1e6, rel=0.5)
+    assert "BF16, torch._grouped_mm" in grouped.against
+
+
+def test_shapes_of_experts():
+    assert experts.parse_shapes("masked:8x16") == (experts.Shape("masked", 8, 16),)
+    for text in ("", "masked", "masked:8", "rows:8x1", "masked:0x1", "masked:8x1,"):
+        with pytest.raises(ConfigError, match="--shapes"):
+            experts.parse_shapes(text)
+
+
+def test_moe_report():
+    parts = {
+        "router": 100.0, "dispatch": 130.0, "place and gather": 150.0, "gemm 1": 1700.0,
+        "swiglu and quantise": 100.0, "gemm 2": 800.0, "combine": 270.0, "other": 5.0,
+        "between kernels": 10.0,
+    }  # fmt: skip
+    times = {"triton": {"eager": [3300.0], "graph": [3200.0, 3300.0]}, "copy": {"graph": [700.0]}}
+    rows_RR = np.array([[4000, 4096], [4090, 4010]])
+    layer = moe.Layer(
+        4096, True, times, {"triton": [parts] * 2}, {}, [32000, 33000], rows_RR, 10**9
+    )
+    run = moe.MoERun(moe.MoEOptions(2, "cuda"), H200, (layer,))
+    cases = {case.name: case for case in moe.report(run, "cmd").cases}
+    shown = cases["moe_layer"].more["parts_ms"]
+    assert shown == pytest.approx({part: us / 1e3 for part, us in parts.items()})
+    rest = cases["neither_gemm_nor_wire"]
+    assert rest.median == pytest.approx(100 * (1 - 2900 / 3250))
+    assert rest.target == 15.0 and rest.reached is True
+    strict = cases["neither_gemm_nor_wire_at_copy_speed"]
+    wire = 4096 * (7168 + 224 + 14336) / (256 << 20) * 700
+    assert strict.median == pytest.approx(100 * (1 - (2500 + wire) / 3250))
+    reading = cases["over_reading_weights"]
+    assert reading.median == pytest.approx(3250 / (1e9 / 4.3e12 * 1e6)) and reading.target is None
+
+
+def test_moe_in_the_interpreter():
+    spec = moe.V3
+    small = {**asdict(spec), "num_experts": 16, "intermediate_size": 128, "top_k": 4}
+    options = moe.MoEOptions(2, "cpu", (2,), 128, type(spec)(**small), reps=1, turns=1)
+    run = moe.run_moe(options)
+    assert {(layer.tokens, layer.fp8) for layer in run.layers} == {(2, True), (2, False)}
+    assert all(sum(layer.rows) == 2 * 2 * 4 for layer in run.layers)
+    assert all((layer.rows_RR.sum(1) >= 2).all() for layer in run.layers)
+
+
+def test_sizes_are_checked():
+    sizes = {"tokens": (2,), "experts": 4, "top_k": 2}
+    for wrong in ({"hidden": 100}, {"top_k": 5}, {"pattern": "two-ranks"}):
+        options = comm_gpus.GpuCommOptions(2, "cpu", **{"hidden": 128, **sizes, **wrong})
+        with pytest.raises(ConfigError, match="expected"):
+            comm_gpus.run_comm(options)
+
+
+def test_ranks_are_chosen_from_devices():
+    assert choose_ranks(3, "cpu", on_cpu=4) == (3, "cpu")
+    assert choose_ranks(None, "cpu", on_cpu=4) == (4, "cpu")
+    with pytest.raises(ConfigError, match="--device"):
+        choose_ranks(1, "tpu", on_cpu=4)

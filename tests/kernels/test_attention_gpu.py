@@ -1,0 +1,117 @@
+"""Attention compiled, at real widths: every sequence against fp32, and replayed from a graph."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from crossdock.kernels import attention_gqa as gqa
+from crossdock.kernels import attention_mla as mla
+from crossdock.kernels import attention_prefill as prefill
+from crossdock.kernels.attention_split import split_keys, split_queries
+from crossdock.kernels.rounding import E4M3_MAX
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+LENS = [1, 4095, 0, 777, 2048, 130]
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    memory = torch.full((1 << 27,), float("nan"), device=CUDA)  # what outputs will come from
+    del memory
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def paging(lens: list[int], page: int) -> tuple[Tensor, Tensor, int]:
+    pages = [-(-n // page) for n in lens]
+    perm = torch.randperm(sum(pages), device=CUDA)
+    table = torch.zeros(len(lens), max(pages), dtype=torch.int64, device=CUDA)
+    for row, part in zip(table, perm.split(pages), strict=True):
+        row[: len(part)] = part
+    return table, torch.tensor(lens, dtype=torch.int32, device=CUDA), sum(pages) * page
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest relative error of a row; inf where there is a NaN."""
+    rows = (got.float() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1).clamp_min(1e-9)
+    return float(rows.nan_to_num(float("inf")).max())
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1).clamp_min(1e-6) / E4M3_MAX
+    return (x.float() / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("page", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(32, 4, None), (64, 4, 1000), (14, 2, None)]
+)
+def test_gqa_decode(heads, kv_heads, window, page, fp8):
+    table, lens, slots = paging(LENS, page)
+    q, scales = randn(len(LENS), heads, 128), None
+    k, v = randn(slots, kv_heads, 128), randn(slots, kv_heads, 128)
+    if fp8:
+        (k, k_scale), (v, v_scale) = quantised(k), quantised(v)
+        scales = (k_scale, v_scale)
+    split = split_keys(lens, 64, window)
+    got = gqa.decode_gqa(q, k, v, table, lens, split, 0.088, page, window, scales)
+    want = gqa.decode_gqa_twin(q, k, v, table, lens, 0.088, page, window, scales)
+    assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [16, 20, 32, 64, 128])
+def test_mla_decode(heads, fp8):
+    table, lens, slots = paging(LENS, 16)
+    q, q_rope = randn(heads, len(LENS), 512).transpose(0, 1), randn(len(LENS), heads, 64)
+    cache, scales = randn(slots, 576), None
+    if fp8:
+        (latent, s0), (key, s1) = quantised(cache[:, :512]), quantised(cache[:, 512:])
+        cache, scales = torch.cat((latent, key), 1), torch.stack((s0, s1), 1)
+    got = mla.decode_mla(q, q_rope, cache, table, lens, split_keys(lens, 64), 0.04, 16, scales)
+    want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 0.04, 16, scales)
+    assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(32, 4, None), (14, 2, 300)])
+def test_gqa_prefill(heads, kv_heads, window):
+    lens = [300, 130, 71, 2000]
+    table, lens_B, slots = paging(lens, 16)
+    q, k, v = randn(895, heads, 128), randn(slots, kv_heads, 128), randn(slots, kv_heads, 128)
+    cu = torch.tensor([0, 1, 131, 195, 895], device=CUDA)
+    split = split_queries(cu, 895, prefill.tile_tokens(heads // kv_heads))
+    got = prefill.prefill_gqa(q, k, v, table, cu, lens_B, split, 0.088, 16, window)
+    want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.088, 16, window)
+    assert error(got, want) < 8e-3
+
+
+def test_a_graph_replays_with_other_lengths_and_pages():
+    table, lens, slots = paging([3000, 64, 1, 900], 16)
+    q, k, v = randn(4, 32, 128), randn(slots, 4, 128), randn(slots, 4, 128)
+
+    def step() -> Tensor:
+        split = split_keys(lens, 64)
+        return gqa.decode_gqa(q, k, v, table, lens, split, 0.088, 16)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for now in ([0, 64, 1, 900], [2999, 0, 0, 0], [1, 1, 1, 1]):
+        lens.copy_(torch.tensor(now, dtype=torch.int32))
+        q.copy_(randn(4, 32, 128))
+        table.copy_(table.flip(1) if max(now) == 1 else table)
+        got.fill_(float("nan"))
+        graph.replay()
+        want = gqa.decode_gqa_twin(q, k, v, table, lens, 0.088, 16)
+        assert error(got, want) < 6e-3
