@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 from crossdock.bench.child import Child
 from crossdock.bench.report import Case, Report, case_of, cpu_name
 from crossdock.bench.workload import random_prompts
-from crossdock.core import ConfigError, EngineConfig, load_spec
-from crossdock.models.hub import resolve_model
-from crossdock.models.tokenizer import load_tokenizer
+from crossdock.core import ConfigError, EngineConfig
+from crossdock.engine import read_spec
+from crossdock.launch.start import find_model, find_tokenizer
 
 WARMUP_TOKENS = 8
 PARTS = ("agree", "attention", "router", "dispatch", "experts", "shared", "combine", "sample")
@@ -147,9 +147,10 @@ def _settings(options: EngineOptions, variant: Variant) -> tuple[str, dict[str, 
 
 
 def _prompts(options: EngineOptions) -> list[list[int]]:
-    path = resolve_model(options.model, options.settings.get("revision"))
+    config = EngineConfig(options.model, **options.settings)
+    config = replace(config, model=str(find_model(config)))
     if options.prompts_file is None:
-        vocabulary = range(load_spec(path).vocab_size)
+        vocabulary = range(read_spec(config).vocab_size)
         length = (options.output_len, options.output_len)
         prompts = random_prompts(options.num_prompts, options.input_len, length, vocabulary, "0")
         return [list(p.token_ids) for p in prompts]
@@ -162,7 +163,7 @@ def _prompts(options: EngineOptions) -> list[list[int]]:
             f"--prompts {options.prompts_file}: {len(lines)} lines, --num-prompts asks for "
             f"{options.num_prompts}"
         )
-    tokenizer = load_tokenizer(path)
+    tokenizer = find_tokenizer(config)
     return [list(tokenizer.encode(line)) for line in lines[: options.num_prompts]]
 
 
@@ -191,9 +192,13 @@ def _device_name(device: str) -> str:
 def _shape(run: EngineRun, variant: Variant) -> dict[str, Any]:
     options = run.options
     source = options.prompts_file.name if options.prompts_file else options.input_len
+    stated = {name: options.settings.get(name) for name in ("load", "layers", "routing")}
+    stated = {name: value for name, value in stated.items() if value is not None}
+    kind = "".join(f", {name} {value}" for name, value in stated.items())
     return {
-        "variant": variant.name,
+        "variant": variant.name + kind,
         **asdict(variant),
+        **stated,
         "num_prompts": options.num_prompts,
         "input_len": source,
         "output_len": options.output_len,

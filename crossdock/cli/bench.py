@@ -35,6 +35,20 @@ def engine(
         Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
+    load: Annotated[
+        str | None,
+        typer.Option(
+            help="dummy: random weights for a config.json or a shipped one by its name, such as "
+            "qwen3-30b-a3b.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Only the first layers of the model.", show_default=False)
+    ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="uniform or zipf:A in place of the router's choice.")
+    ] = None,
     device: Device = None,
     target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
     config: ConfigFile = None,
@@ -51,7 +65,7 @@ def engine(
     lengths = parse_lengths(input_len, "--input-len")
     if len(lengths) > 1:
         raise ConfigError(f"--input-len {input_len!r}: one length or one range")
-    fields, _ = settings(config, device=device)
+    fields, _ = settings(config, device=device, load=load, layers=layers, routing=routing)
     options = bench.EngineOptions(
         model=model,
         ranks=parse_counts(ranks, "--ranks"),

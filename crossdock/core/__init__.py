@@ -6,7 +6,7 @@ size, L layers, B sequences, D head size.
 """
 
 from crossdock.core.batch import ForwardBatch, Plan, Scheduled
-from crossdock.core.config import EngineConfig, ServerConfig
+from crossdock.core.config import EngineConfig, ServerConfig, parse_routing
 from crossdock.core.errors import (
     Busy,
     CapacityError,
@@ -76,5 +76,6 @@ __all__ = [
     "UserError",
     "load_spec",
     "parse_config",
+    "parse_routing",
     "read_config",
 ]

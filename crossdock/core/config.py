@@ -15,6 +15,12 @@ class EngineConfig:
     model: str
     """A Hugging Face directory or id."""
     revision: str | None = None
+    load: Literal["checkpoint", "dummy"] = "checkpoint"
+    """dummy: random weights from config.json alone, or from the name of a shipped one."""
+    layers: int | None = None
+    """Only the first so many layers of the model; for measuring a slice of it."""
+    routing: str = "real"
+    """real, or for measuring: uniform, or zipf:A, experts drawn at random by popularity."""
     ranks: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -32,7 +38,7 @@ class EngineConfig:
     """Moving experts to other slots while serving: never, when asked, or when it pays."""
     rebalance_step_mib: float = 16.0
     """Bytes of experts that a rank sends in a step while it moves some."""
-    rebalance_policy: Literal["sticky", "eplb", "quota", "llep"] = "sticky"
+    rebalance_policy: Literal["sticky", "eplb"] = "sticky"
     """What plans a placement, where a request to rebalance names no other."""
     rebalance_interval_s: float = 60.0
     """How often loads are looked at, and the least time between two moves by itself."""
@@ -76,6 +82,9 @@ class EngineConfig:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.redundant_experts is not None:
             _at_least("redundant_experts", self.redundant_experts, 0)
+        parse_routing(self.routing)
+        if self.layers is not None:
+            _at_least("layers", self.layers, 1)
         _above_0("deadline_s", self.deadline_s)
         _above_0("rebalance_step_mib", self.rebalance_step_mib)
         _above_0("rebalance_interval_s", self.rebalance_interval_s)
@@ -95,6 +104,19 @@ class EngineConfig:
             raise ConfigError(f"transport 'local' serves one rank, not {self.ranks}")
         if self.invariant and self.threads != 1:
             raise ConfigError(f"invariant mode needs threads = 1, got {self.threads}")
+
+
+def parse_routing(routing: str) -> float | None:
+    """The exponent A of experts' popularity, i**-A for the i-th: 0 is uniform; None: real."""
+    if routing in ("real", "uniform"):
+        return None if routing == "real" else 0.0
+    try:
+        exponent = float(routing.removeprefix("zipf:"))
+        if routing.startswith("zipf:") and 0 <= exponent < 10:
+            return exponent
+    except ValueError:
+        pass
+    raise ConfigError(f"routing {routing!r}: expected real, uniform or zipf:A with A from 0 to 10")
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,15 @@ Config = dict[str, Any]
 
 
 def load_spec(model_dir: Path) -> ModelSpec:
-    """The spec of the checkpoint in `model_dir`.
+    """The spec of the checkpoint in `model_dir`, or of a config.json by whatever name.
 
     Raises:
         CheckpointError: config.json is missing, is not JSON, lacks a key or names an architecture
             that is not supported.
     """
-    path = Path(model_dir) / "config.json"
+    path = Path(model_dir)
+    if path.suffix != ".json" or path.is_dir():
+        path = path / "config.json"
     return parse_config(read_config(path), str(path))
 
 

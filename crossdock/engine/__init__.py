@@ -3,6 +3,7 @@
 from crossdock.engine.build import (
     build_engine,
     initial_placement,
+    read_spec,
     resolve_dtype,
     resolve_max_model_len,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "agree",
     "build_engine",
     "initial_placement",
+    "read_spec",
     "resolve_dtype",
     "resolve_max_model_len",
 ]

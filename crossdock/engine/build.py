@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,26 @@ from crossdock.engine.sampler import Sampler
 from crossdock.metrics import Recorder
 from crossdock.models import ModelContext, build_model
 from crossdock.models.checkpoint import Checkpoint
+from crossdock.models.dummy import DummyWeights
 from crossdock.moe import run_on_device
 from crossdock.scheduler import Scheduler
 
 OnProgress = Callable[[int, int], None]
+
+
+def read_spec(config: EngineConfig) -> ModelSpec:
+    """Of `config.model`, a directory or the file of a config.json; its first `layers` alone.
+
+    Raises:
+        CheckpointError, ConfigError: what is wrong with the file, or with `layers`.
+    """
+    spec = load_spec(Path(config.model))
+    if config.layers is None:
+        return spec
+    if config.layers > spec.num_layers:
+        raise ConfigError(f"layers {config.layers} is more than the model's {spec.num_layers}")
+    routed = tuple(i for i in spec.moe_layers if i < config.layers)
+    return replace(spec, num_layers=config.layers, moe_layers=routed)
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
@@ -67,7 +84,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         CheckpointError, CapacityError, ConfigError: what is wrong and what to change.
     """
     started = time.perf_counter()
-    spec = load_spec(Path(config.model))
+    spec = read_spec(config)
     max_len = resolve_max_model_len(config, spec)
     name = resolve_dtype(config, spec, world.device.type)
     dtype = getattr(torch, name)
@@ -98,8 +115,9 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         board=world.board,
         expert_workspace=expert_workspace(config, world.device),
         fp8_experts=config.fp8_experts,
+        routing=config.routing,
     )
-    model, weight_bytes = _load_model(Path(config.model), spec, context, on_progress)
+    model, weight_bytes = _load_model(config, spec, context, on_progress)
     one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
     budget = kv_budget(config, one_page, max_len, world.device)
     kv = KVCache(
@@ -129,6 +147,8 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "transport_bytes": getattr(transport, "nbytes", 0),
         "load_seconds": time.perf_counter() - started,
     }
+    if model.moe_layers:
+        info["expert_bytes"] = _expert_bytes(model)
     rebalancer = _build_rebalancer(config, world, placement, model)
     return Engine(world, scheduler, runner, transport, recorder, rebalancer, info)
 
@@ -138,22 +158,29 @@ def _build_rebalancer(
 ) -> Rebalancer | None:
     if config.rebalance == "off" or not model.moe_layers:
         return None
-    nbytes = sum(t[0].nbytes for t in model.moe_layers[0].slot_tensors())
+    nbytes = _expert_bytes(model)
     places = placement.slots_per_rank
     copies = build_copies(world, places, nbytes)
     budget = int(config.rebalance_step_mib * (1 << 20))
     return Rebalancer(world.rank, placement, model.moe_layers, copies, budget)
 
 
+def _expert_bytes(model: Model) -> int:
+    return sum(tensor[0].nbytes for tensor in model.moe_layers[0].slot_tensors())
+
+
 def _load_model(
-    model_dir: Path, spec: ModelSpec, context: ModelContext, on_progress: OnProgress
+    config: EngineConfig, spec: ModelSpec, context: ModelContext, on_progress: OnProgress
 ) -> tuple[Model, int]:
-    """The model with this rank's weights, and how many bytes were read for it."""
+    """The model with this rank's weights, and how many bytes were read or made for it."""
+    if config.load == "dummy":
+        source = DummyWeights(context.dtype, context.device, config.seed)
+        return build_model(spec, source, context), source.bytes_made
     # An estimate, for the progress bar: norms are left out, an expert in two slots is read once.
     stored = DTYPE_BYTES["float8_e4m3fn" if spec.quant else spec.dtype]
     experts = min(context.placement.slots_per_rank, spec.moe.num_experts)
     to_read = stored * spec.params_with(experts)
     with Checkpoint(
-        model_dir, spec.quant, context.dtype, context.device, on_progress, to_read
+        Path(config.model), spec.quant, context.dtype, context.device, on_progress, to_read
     ) as checkpoint:
         return build_model(spec, checkpoint, context), checkpoint.bytes_read

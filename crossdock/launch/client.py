@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from crossdock.comm import Board
+from crossdock.control import Reading
 from crossdock.core import (
-    ConfigError,
     CrossdockError,
     EngineConfig,
     ModelSpec,
+    Placement,
     RankLost,
     Request,
     RequestError,
@@ -32,7 +33,6 @@ from crossdock.core.messages import (
     Outputs,
     Progress,
     Ready,
-    Rebalance,
     Rebalanced,
     Report,
     Snapshot,
@@ -42,6 +42,9 @@ from crossdock.core.messages import (
 from crossdock.engine import initial_placement
 from crossdock.launch.cluster import Cluster
 from crossdock.launch.output import Choice, Update
+from crossdock.launch.rebalance import Balancer
+from crossdock.launch.rebalance_loads import LoadRecording
+from crossdock.launch.rebalance_ranks import Moves
 from crossdock.models.tokenizer import Tokenizer
 from crossdock.scheduler import Router
 
@@ -94,9 +97,9 @@ class EngineClient:
         self._open: dict[str, _Open] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
-        self.placement = initial_placement(config, spec)
-        self._moving, self._epoch = False, 0
-        self._moved: dict[int, Rebalanced] = {}
+        self._moves = Moves(initial_placement(config, spec))
+        self.balancer = Balancer(self)
+        self.recording = LoadRecording(self)
         self._router = Router(
             config.ranks,
             page_size=config.page_size,
@@ -128,6 +131,7 @@ class EngineClient:
             self.close()
             raise (UserError if self._user_error else CrossdockError)(self.failure)
         threading.Thread(target=self._watch, args=(board,), daemon=True).start()
+        self.balancer.start()
 
     def _stopped(self, board: Board) -> str | None:
         """A rank whose heart has not beaten for longer than the deadline of a step."""
@@ -144,6 +148,7 @@ class EngineClient:
 
     def close(self) -> None:
         """Ends all rank processes; open requests end with finish_reason "abort"."""
+        self.balancer.close()
         with self._lock:
             self._closed = True
         self._cluster.close(None if self.failure else Stop())
@@ -257,42 +262,50 @@ class EngineClient:
 
     # -- placements ------------------------------------------------------------------------------
 
+    @property
+    def placement(self) -> Placement:
+        return self._moves.placement
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert in one layer, as the ranks hold it."""
+        return self.info[0]["expert_bytes"]
+
+    def reading(self) -> Reading:
+        """The ranks' totals now.
+
+        Raises:
+            RankLost, CrossdockError: the engine has failed, or a rank did not answer.
+        """
+        snapshots = self.snapshots(self.config.deadline_s)
+        if self.failure is not None:
+            raise RankLost(self.failure)
+        if len(self._fresh) < self.config.ranks:
+            raise CrossdockError("not all ranks reported their loads in time")
+        return Reading.of(time.monotonic(), snapshots)
+
     def rebalance(self, slot_expert_LP: np.ndarray, timeout: float | None = None) -> Rebalanced:
         """Moves to another placement while serving, and returns when that has ended: what of it
         ended least well on any rank.
 
         Raises:
-            ConfigError: another move is under way.
+            Busy: another move is under way.
             RankLost, CrossdockError: the engine has failed, or did not end in time.
         """
-        rows = tuple(tuple(int(e) for e in row) for row in slot_expert_LP)
         with self._changed:
             if self.failure is not None:
                 raise RankLost(self.failure)
-            if self._moving:
-                raise ConfigError("experts are being moved already; wait until that has ended")
-            self._moving, self._moved = True, {}
-            self._epoch += 1
             self._wave += 1
-            self._cluster.broadcast(Rebalance(self._epoch, rows, self._wave))
-            ranks = self.config.ranks
-            ended = self._changed.wait_for(
-                lambda: self.failure is not None or len(self._moved) == ranks, timeout
+            self._cluster.broadcast(self._moves.begin(slot_expert_LP, self._wave))
+            self._changed.wait_for(
+                lambda: self.failure is not None or not self._moves.under_way, timeout
             )
-            self._moving = False
             if self.failure is not None:
                 raise RankLost(self.failure)
-            if not ended:
-                missing = sorted(set(range(ranks)) - set(self._moved))
+            if self._moves.under_way:
+                missing = self._moves.missing()
                 raise CrossdockError(f"ranks {missing} did not end a rebalance in {timeout:g} s")
-            results = list(self._moved.values())
-        worst = min(results, key=lambda r: (r.error is None, r.layers))
-        moved = sum(r.moved_bytes for r in results)
-        if worst.error is None:
-            self.placement = replace(
-                self.placement, epoch=worst.epoch, slot_expert_LP=slot_expert_LP
-            )
-        return replace(worst, moved_bytes=moved, seconds=max(r.seconds for r in results))
+            return self._moves.result()
 
     # -- what the ranks say ----------------------------------------------------------------------
 
@@ -317,7 +330,7 @@ class EngineClient:
                     self._changed.notify_all()
             case Rebalanced():
                 with self._changed:
-                    self._moved[rank] = message
+                    self._moves.ended(message)
                     self._changed.notify_all()
             case Failure():
                 self._fail(_describe(message), message.user_error)

@@ -1,6 +1,7 @@
 """Starting an engine on this host: `launch(config)` gives a client whose ranks are ready."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from crossdock.balance import slots_per_rank
@@ -14,13 +15,15 @@ from crossdock.comm import (
     shm_bytes,
 )
 from crossdock.comm.world import SHM
-from crossdock.core import ConfigError, EngineConfig, ModelSpec, load_spec
+from crossdock.core import ConfigError, EngineConfig, ModelSpec
 from crossdock.core.model_spec import DTYPE_BYTES
+from crossdock.core.recipes import find_recipe
 from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK
-from crossdock.engine import initial_placement, resolve_dtype, resolve_max_model_len
+from crossdock.engine import initial_placement, read_spec, resolve_dtype, resolve_max_model_len
 from crossdock.launch.client import EngineClient, OnProgress
+from crossdock.models.byte_tokenizer import ByteTokenizer
 from crossdock.models.hub import resolve_model
-from crossdock.models.tokenizer import load_tokenizer
+from crossdock.models.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 
 _SILENCE_S = 600.0
 """How long no rank may say anything while they load before the start is called failed."""
@@ -33,9 +36,10 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
         UserError: the model, a setting or the memory; the message says what to change.
         CrossdockError: a rank failed for another reason.
     """
-    model_dir = resolve_model(config.model, config.revision)
-    spec = load_spec(model_dir)
-    name, config = config.model, _resolve(replace(config, model=str(model_dir)), spec)
+    name, model_dir = config.model, find_model(config)
+    config = replace(config, model=str(model_dir))
+    spec = read_spec(config)
+    config = _resolve(config, spec)
     initial_placement(config, spec)  # refuses an impossible one before anything is started
     memory = SharedMemory.create(_shared_bytes(config, spec))
     assert config.max_model_len is not None
@@ -45,12 +49,36 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     finally:
         memory.close_fd()
     try:
-        client.tokenizer = load_tokenizer(model_dir)
+        client.tokenizer = find_tokenizer(config)
         client.wait_ready(_SILENCE_S, Board(0, config.ranks, memory))
     except BaseException:
         client.close()
         raise
     return client
+
+
+def find_model(config: EngineConfig) -> Path:
+    """The directory of the model; with load = "dummy" also the file of a config.json, or what is
+    shipped under that name.
+
+    Raises:
+        UserError: neither; says what to do.
+    """
+    if config.load == "dummy":
+        if Path(config.model).suffix == ".json":
+            return Path(config.model)
+        shipped = find_recipe("models", config.model)
+        if shipped is not None and shipped.suffix == ".json":
+            return shipped
+    return resolve_model(config.model, config.revision)
+
+
+def find_tokenizer(config: EngineConfig) -> Tokenizer:
+    """The model's own; bytes for one of random weights that has none."""
+    model = Path(config.model)
+    if config.load == "dummy" and not holds_tokenizer(model):
+        return ByteTokenizer()
+    return load_tokenizer(model)
 
 
 def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:

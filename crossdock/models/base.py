@@ -46,6 +46,7 @@ class ModelContext:
     expert_workspace: int = 256 << 20
     """Bytes that the experts of a layer may hold at once."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
+    routing: str = "real"
     attention: AttentionName = "torch"
 
 
@@ -146,6 +147,7 @@ def build_decoder(
         board=context.board,
         workspace=context.expert_workspace,
         fp8_experts=context.fp8_experts,
+        routing=context.routing,
     )
     V, H = spec.vocab_size, spec.hidden_size
     embedding_VH = source.get("model.embed_tokens.weight", (V, H))

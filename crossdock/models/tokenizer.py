@@ -46,10 +46,14 @@ class Tokenizer(Protocol):
         ...
 
 
+def holds_tokenizer(model_dir: Path) -> bool:
+    return any((model_dir / name).exists() for name in _FILES)
+
+
 def load_tokenizer(model_dir: Path) -> Tokenizer:
     """Raises CheckpointError: no tokenizer files, or none that can be read without running code."""
     model_dir = Path(model_dir)
-    if not any((model_dir / name).exists() for name in _FILES):
+    if not holds_tokenizer(model_dir):
         raise CheckpointError(
             f"{model_dir}: holds no tokenizer; expected one of {', '.join(_FILES)}"
         )

@@ -10,10 +10,9 @@ from torch import Tensor
 from crossdock.core import GQASpec, Group, MLASpec, ModelSpec
 from crossdock.layers import (
     Attention,
+    AttentionBackend,
     DenseMLP,
-    GQAttention,
     GQAWeights,
-    MLAttention,
     MLAWeights,
     Products,
     RMSNorm,
@@ -50,6 +49,7 @@ class Loader:
     group: Group
     dtype: torch.dtype
     device: torch.device
+    attention: AttentionBackend
 
     def norm(self, name: str) -> RMSNorm:
         """A norm over the hidden size."""
@@ -79,7 +79,8 @@ def load_gqa(load: Loader, prefix: str) -> Attention:
         q_norm=get(f"{prefix}.q_norm.weight", (norms[0],)) if norms else None,
         k_norm=get(f"{prefix}.k_norm.weight", (norms[1],)) if norms else None,
     )
-    return GQAttention(s, weights, load.spec.rms_norm_eps, load.products, load.group)
+    make = load.attention.gqa
+    return make(s, weights, load.spec.rms_norm_eps, load.products, load.group)
 
 
 def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
@@ -115,7 +116,7 @@ def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
         out_bias=get(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
     )
     scale = softmax_scale(head, load.spec.rope)
-    return MLAttention(s, weights, latent_eps, scale, load.products, load.group)
+    return load.attention.mla(s, weights, latent_eps, scale, load.products, load.group)
 
 
 def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:

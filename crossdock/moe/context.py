@@ -37,7 +37,8 @@ class MoEContext:
 
     `matmul(x_NI, w_OI, b_O or None)`: the products the model is built with. `board`: where the
     layers say which stage they are in. `workspace`: bytes that experts may hold at once, of all
-    layers together. `fp8_experts`: the library of FP8 products.
+    layers together. `fp8_experts`: the library of FP8 products. `routing`: as in
+    `EngineConfig`.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class MoEContext:
     board: Board = field(default_factory=lambda: Board(0, 1))
     workspace: int = 256 << 20
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
+    routing: str = "real"
     load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:

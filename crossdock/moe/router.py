@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crossdock.core import MoESpec, Placement, Routing
+from crossdock.core import MoESpec, Placement, Routing, parse_routing
 from crossdock.moe.context import MoEContext, MoEWeights
 
 _ID_BITS = 16
@@ -105,12 +105,28 @@ def _choose_logits(router_EH: Tensor, context: MoEContext) -> Callable[[Tensor],
     """float32 logits. On CUDA the tensor cores do it wherever the weights are BF16 in truth, as
     checkpoints store them: products of BF16 are exact in float32, and a float32 product takes ten
     times as long (294 us for 4,096 tokens of width 7,168 and 256 experts on an H200)."""
+    exponent = parse_routing(context.routing)
+    if exponent is not None:
+        return _drawn(router_EH.shape[0], exponent, context.device)
     on_cuda = context.device.type == "cuda" and context.dtype == torch.bfloat16
     if on_cuda and not context.invariant:
         narrow_EH = router_EH.bfloat16()
         if torch.equal(narrow_EH.float(), router_EH):
             return lambda x_TH: torch.mm(x_TH, narrow_EH.t(), out_dtype=torch.float32)
     return lambda x_TH: context.matmul(x_TH.float(), router_EH, None)
+
+
+def _drawn(experts: int, exponent: float, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Logits whose top k are k experts drawn without replacement by popularity (Gumbel's trick;
+    arXiv 1903.06059, section 3)."""
+    rank_E = torch.arange(1, experts + 1, device=device, dtype=torch.float32)
+    log_E = -exponent * rank_E.log()
+
+    def draw(x_TH: Tensor) -> Tensor:
+        noise_TE = torch.rand(x_TH.shape[0], experts, device=device).clamp_(1e-9, 1 - 1e-7)
+        return log_E - (-noise_TE.log_()).log_()
+
+    return draw
 
 
 def _one_kernel(

@@ -14,6 +14,7 @@ from crossdock.planner.answer_simulation import render as simulation_table
 from crossdock.planner.answer_tables import render
 from crossdock.planner.checklist import Item, checklist
 from crossdock.planner.describe import load_model
+from crossdock.planner.fragmentation import parse_lengths
 from crossdock.planner.hardware import Hardware, Link, load_hardware
 from crossdock.planner.layout import Layout, Workload
 from crossdock.planner.memory import plan_memory, smallest_ep
@@ -47,6 +48,7 @@ __all__ = [
     "formats_of",
     "load_hardware",
     "load_model",
+    "parse_lengths",
     "parse_observed",
     "plan_memory",
     "render",

@@ -1,6 +1,8 @@
 """Each formula of an answer with its numbers in it."""
 
-from crossdock.planner.alignment import aligned_tp_sizes, shards
+import numpy as np
+
+from crossdock.planner.alignment import advise_dense, aligned_tp_sizes, shards
 from crossdock.planner.answer import Answer, tie
 from crossdock.planner.answer_document import Rates
 from crossdock.planner.cost import communication_table, speed_limit
@@ -17,11 +19,14 @@ from crossdock.planner.search_points import (
 
 GB = 1e9
 PAGES = (16, 64)
+DECODE_GRAPHS = 3
+"""k of the published formula for the memory of dense layers: buffers of decode graphs."""
 SIZES = (8, 16, 32, 64, 128)
 
 
-def explain(answer: Answer) -> dict[str, list[str]]:
-    """Lines by title, in the order of the argument."""
+def explain(answer: Answer, lengths: np.ndarray | None = None) -> dict[str, list[str]]:
+    """Lines by title, in the order of the argument. `lengths`: tokens that requests hold, a sample;
+    None: those of one request from its prompt to its end."""
     q, best = answer.question, answer.best
     facts = model_facts(q.spec, q.work.isl, q.formats.weights_dtype, q.formats.kv_dtype)
     return {
@@ -34,7 +39,7 @@ def explain(answer: Answer) -> dict[str, list[str]]:
         "Imbalance": _imbalance(answer),
         "Communication of one MoE layer per GPU, EP beside TP": _communication(answer),
         "Tensor-parallel shards": _shards(answer),
-        "KV pages": _pages(answer),
+        "KV pages": _pages(answer, lengths),
         "Choice": _choice(answer),
     }
 
@@ -162,12 +167,24 @@ def _shards(answer: Answer) -> list[str]:
     fitting = ", ".join(map(str, aligned_tp_sizes(q.spec, dtype, "tp")))
     lines = [f"TP sizes that need no padding, experts by TP: {fitting}"]
     width = answer.tensor_parallel.decode.point.layout.tp if answer.tensor_parallel else 8
-    return lines + [shard.line() for shard in shards(q.spec, width, dtype, "tp")]
+    lines += [shard.line() for shard in shards(q.spec, width, dtype, "tp")]
+    if len(q.spec.moe_layers) == q.spec.num_layers:
+        return lines
+    for role, side, graphs in (
+        ("prefill", answer.best.prefill, 0),
+        ("decode", answer.best.decode, DECODE_GRAPHS),
+    ):
+        tokens = max(1, round(side.point.batch))
+        advice = advise_dense(
+            q.spec, side.point.layout.gpus, tokens, graphs=graphs, weights_dtype=dtype
+        )
+        lines += [f"{role}, dense layers: {line}" for line in advice.lines]
+    return lines
 
 
-def _pages(answer: Answer) -> list[str]:
+def _pages(answer: Answer, lengths: np.ndarray | None) -> list[str]:
     work = answer.question.work
-    held = lifetime(work.isl, work.osl)
+    held = lifetime(work.isl, work.osl) if lengths is None else lengths
     lines = []
     for size in PAGES:
         f = fragmentation(held, size)

@@ -17,7 +17,7 @@ from crossdock.core import (
     read_config,
 )
 from crossdock.core.model_spec import DTYPE_BYTES
-from crossdock.planner.recipes import check_keys, find_recipe, read_toml, recipe_names
+from crossdock.core.recipes import check_keys, find_recipe, read_toml, recipe_names
 
 _COMMON: dict[str, Any] = {
     "architecture": str,

@@ -9,7 +9,7 @@ from typing import Any
 
 from crossdock.core import ConfigError
 from crossdock.core.model_spec import DTYPE_BYTES
-from crossdock.planner.recipes import (
+from crossdock.core.recipes import (
     check_keys,
     find_recipe,
     read_toml,

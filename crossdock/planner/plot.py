@@ -127,9 +127,8 @@ def _pareto(axes: Any, answer: Answer) -> None:
 
 
 def _name_layouts(axes: Any, line: Sequence[ParetoPoint], colour: str) -> None:
-    """Says at its slowest end and halfway which decode layout a line is of, and its batch."""
-    for index in sorted({0, len(line) // 2}):
-        p = line[index]
+    """Says at its slowest end and a third of the way which decode layout it is, and its batch."""
+    for p in (line[0], line[len(line) // 3]):
         axes.annotate(
             f"{name_of(p.point.layout)}, {p.point.batch:,.3g} seq.",
             (p.speed, p.throughput),

@@ -116,7 +116,9 @@ def _split(
             if p_choice.best.layout.experts != d_choice.best.layout.experts:
                 continue
             for instances in _shares(p_choice.best, d_choice.best, work, gpus):
-                yield _deployment(p_choice, d_choice, instances, work, moved_s)
+                made = _deployment(p_choice, d_choice, instances, work, moved_s)
+                if made.overloaded or work.ttft_s is None or made.ttft_s <= work.ttft_s:
+                    yield made
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,11 @@ def _shares(p: Point, d: Point, work: Workload, gpus: int) -> Iterator[tuple[int
     p_size, d_size = p.layout.gpus, d.layout.gpus
     p_rate, d_rate = p.requests_per_gpu_s * p_size, d.requests_per_gpu_s * d_size
     if work.request_rate is not None:
-        pair = tuple(max(1, math.ceil(work.request_rate / FULL / r)) for r in (p_rate, d_rate))
-        if pair[0] * p_size + pair[1] * d_size <= gpus:
-            yield pair[0], pair[1]
+        least_p, least_d = (_enough(work.request_rate, r) for r in (p_rate, d_rate))
+        if least_p * p_size + least_d * d_size <= gpus:
+            most_p = min(2 * least_p, (gpus - least_d * d_size) // p_size)
+            # More than enough prefill shortens the queue before it.
+            yield from ((n, least_d) for n in _rising(least_p, most_p))
             return
     ideal = gpus * d.requests_per_gpu_s / (p.requests_per_gpu_s + d.requests_per_gpu_s) / p_size
     for n_prefill in {max(1, math.floor(ideal) + k) for k in (-1, 0, 1, 2)}:
@@ -166,6 +170,18 @@ def _shares(p: Point, d: Point, work: Workload, gpus: int) -> Iterator[tuple[int
             fewer = max(1, math.ceil(n_decode * d_rate / p_rate))  # enough prefill, no more
             least = max(1, math.ceil(n_prefill * p_rate / d_rate))
             yield min(n_prefill, fewer), min(n_decode, least)
+
+
+def _enough(rate: float, instance_rate: float) -> int:
+    return max(1, math.ceil(rate / FULL / instance_rate))
+
+
+def _rising(least: int, most: int) -> Iterator[int]:
+    """From `least` to `most` in steps of a tenth."""
+    n = least
+    while n <= most:
+        yield n
+        n += max(1, n // 10)
 
 
 def _deployment(
@@ -237,7 +253,7 @@ def _together(
             made
             for p_curve, p in _quickest(p_curves)
             for d_curve, d in decodes
-            if (made := _shared_instance(p_curve, p, d_curve, d, n, work))
+            if (made := _shared_instances(p_curve, p, d_curve, d, n, work))
         ]
         options.sort(key=lambda o: (o.gpus, -o.capacity) if work.request_rate else -o.capacity)
         yield from islice((o for o in options if _holds(pricing, o, work)), 1)
@@ -258,21 +274,31 @@ def _shape(layout: Layout) -> tuple[int, int, str, int]:
     return layout.gpus, layout.tp, layout.experts, layout.redundant_per_rank
 
 
-def _shared_instance(
+def _shared_instances(
     p_curve: Curve, p: Point, d_curve: Curve, d: Point, most: int, work: Workload
 ) -> Deployment | None:
+    """All of them, or as few as keep the limits at a rate; None where none do."""
     tpot_s = _mixed_tpot_s(p, d, work)
-    per_gpu = d.batch / (tpot_s * work.osl)
-    ttft_s = p.latency_s + d.step.total
-    if (work.tpot_s is not None and tpot_s > work.tpot_s) or (
-        work.ttft_s is not None and ttft_s > work.ttft_s
-    ):
+    if work.tpot_s is not None and tpot_s > work.tpot_s:
         return None
-    size = p.layout.gpus
-    n = most
+    numbers: Iterable[int] = (most,)
     if work.request_rate is not None:
-        n = min(most, max(1, math.ceil(work.request_rate / FULL / per_gpu / size)))
-    capacity = per_gpu * n * size
+        rate = d.batch / (tpot_s * work.osl) * p.layout.gpus
+        least = min(most, _enough(work.request_rate, rate))
+        numbers = _rising(least, min(most, 2 * least))
+    for n in numbers:
+        made = _shared(p_curve, p, d_curve, d, n, work)
+        if made.overloaded or work.ttft_s is None or made.ttft_s <= work.ttft_s:
+            return made
+    return None
+
+
+def _shared(
+    p_curve: Curve, p: Point, d_curve: Curve, d: Point, n: int, work: Workload
+) -> Deployment:
+    tpot_s, size = _mixed_tpot_s(p, d, work), p.layout.gpus
+    ttft_s = p.latency_s + d.step.total
+    capacity = d.batch / (tpot_s * work.osl) * n * size
     rate = _carried(capacity, work)
     load = rate / capacity
     if work.request_rate is not None:

@@ -38,7 +38,7 @@ from crossdock.planner.cost.terms import Product
 from crossdock.planner.describe import load_model
 from crossdock.planner.hardware import Hardware, load_hardware
 from crossdock.planner.layout import Layout
-from crossdock.planner.recipes import read_toml, recipes_dir
+from crossdock.core.recipes import read_toml, recipes_dir
 
 Values = Mapping[str, Any]
 RUN_TOKENS = 8192

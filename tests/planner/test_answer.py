@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -197,6 +198,12 @@ def test_explanations_come_to_what_the_plan_says(large):
     ttft = next(line for line in lines["From steps to requests"] if line.startswith("TTFT"))
     assert ttft.endswith(f"{large.best.ttft_s * 1e3:,.1f} ms")
     assert all(lines.values())
+
+
+def test_pages_waste_by_the_lengths_given(large):
+    whole = explain(large, np.full(10, 64))["KV pages"]
+    assert "0.00% expected" in whole[0] and "0.00% expected" in whole[1]
+    assert "0.00% expected" not in explain(large, np.full(10, 65))["KV pages"][1]
 
 
 def test_the_checklist_answers_seven_questions_with_numbers(large):

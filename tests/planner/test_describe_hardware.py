@@ -5,7 +5,7 @@ import pytest
 
 from crossdock.core import ConfigError
 from crossdock.planner.hardware import hardware_toml, load_hardware
-from crossdock.planner.recipes import find_recipe, recipe_names, recipes_dir
+from crossdock.core.recipes import find_recipe, recipe_names, recipes_dir
 
 FILE = """
 memory_mib = 1024

@@ -219,6 +219,20 @@ def test_a_rate_takes_as_few_gpus_as_carry_it_with_room():
     assert fewer.overloaded
 
 
+def test_a_queue_that_would_break_the_limit_takes_more_prefill():
+    """At 90% load a group waits 4.5 services; a limit just above the empty system's needs less."""
+    prices = Prices(each={"prefill": 1e-3, "decode": 1e-5})
+    free = replace(WORK, request_rate=30.0, ttft_s=None)
+    allowed = only(1)
+    loose = search(SPEC, NODE, free, prices, FORMATS, 1000, allowed=allowed).ranked
+    loose = next(d for d in loose if d.kind == "split")
+    point = loose.prefill.point
+    tight = replace(free, ttft_s=point.latency_s + (loose.ttft_s - point.latency_s) / 2)
+    found = search(SPEC, NODE, tight, prices, FORMATS, 1000, allowed=allowed).ranked
+    assert all(d.ttft_s <= tight.ttft_s for d in found if not d.overloaded)
+    assert any(d.kind == "split" for d in found)
+
+
 def test_an_overloaded_deployment_never_claims_the_rate():
     work = replace(WORK, request_rate=1e6)
     found = search(SPEC, NODE, work, Prices(), FORMATS, 16, allowed=only(1, 2, 4, 8))

@@ -10,7 +10,8 @@ def test_the_report_counts_rank_steps_and_compares_sizes():
     run = run_plan(PlanBenchOptions(ranks=(2, 16), seconds=0.01, repeats=2, target=1.0))
     document = json.loads(json.dumps(report(run, "crossdock bench plan").document()))
     speeds = [c for c in document["cases"] if c["name"] == "simulator_speed"]
-    assert [c["shape"]["ranks"] for c in speeds] == [2, 16]
+    sizes = [(c["shape"]["ranks"], c["shape"]["simulated"]) for c in speeds]
+    assert sizes == [(2, 2), (16, 16), (16, 2)]
     for case in speeds:
         assert case["n"] == 2 and case["reached"] is True
         ranks = case["shape"]["ranks"]

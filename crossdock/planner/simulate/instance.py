@@ -69,19 +69,15 @@ class Instance:
             for _ in range(pool.layout.dp // stand_for)
         ]
         self._plans: list[tuple[Scheduler, Plan]] = []
-        idle = np.zeros((len(self.schedulers), 4))
-        self._history = deque([idle] * stand_for, maxlen=stand_for)
+        self._history: deque[np.ndarray] = deque(maxlen=stand_for)
         self._tokens: list[Sampled] = []
 
     @property
     def has_work(self) -> bool:
         """Also while only those groups have some that the simulated ones stand for."""
-        others = self._stand_for > 1 and any(load_G4.any() for load_G4 in self._recent())
+        last = list(self._history)[-(self._stand_for - 1) :] if self._stand_for > 1 else []
+        others = any(load_G4.any() for load_G4 in last)
         return others or any(s.has_work for s in self.schedulers)
-
-    def _recent(self) -> list[np.ndarray]:
-        """What the groups that are not simulated do now: what the others did in their last steps."""
-        return list(self._history)[1:]
 
     @property
     def rank_steps(self) -> int:
@@ -136,6 +132,8 @@ class Instance:
 
     def _step_load(self) -> StepLoad:
         load_G4 = np.concatenate(self._history)
+        if len(self._history) < self._stand_for:  # at the start: what there is, over and over
+            load_G4 = np.resize(load_G4, (self.pool.layout.dp, 4))
         tokens_G = load_G4[:, 0] + load_G4[:, 2]
         total = round(float(tokens_G.sum()))
         imbalance = self._experts.step(self._clock(), total) if self._experts else 1.0

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from crossdock.core import ConfigError
+from crossdock.core.errors import ConfigError
 
 Kind = Literal["models", "hardware"]
 _SUFFIXES = {"models": (".json", ".toml"), "hardware": (".toml",)}
