@@ -19,6 +19,7 @@ from crossdock.comm.shared import SharedMemory, ShmLayout, has_total_store_order
 from crossdock.comm.shm import ShmTransport
 from crossdock.comm.waiting import Waiter
 from crossdock.core import ConfigError, Lockstep, Member, Topology, Transport
+from crossdock.core.staging import LOW_LATENCY_TOKENS
 from crossdock.metrics import Recorder
 
 _SPIN_S, _SHARED_SPIN_S = 1e-3, 200e-6
@@ -154,6 +155,7 @@ def build_transport(
     recorder: Recorder,
     on_device: bool = False,
     fp8: bool = False,
+    low_latency_tokens: int = LOW_LATENCY_TOKENS,
 ) -> Transport:
     """
     Args:
@@ -161,6 +163,7 @@ def build_transport(
         max_tokens: most tokens of a rank that travel at once.
         on_device: nvlink alone: rows whose number only the device knows, see `Transport`.
         fp8: nvlink alone: rows travel to experts in FP8.
+        low_latency_tokens: nvlink alone: steps in which no rank has more travel with low latency.
     """
     kind = resolve_transport(kind, world.size, world.device.type)
     if world.size == 1 and kind != "nvlink":  # the others do the same, more slowly
@@ -178,8 +181,9 @@ def build_transport(
         from crossdock.comm.nvlink import build_nvlink, nvlink_layouts
 
         normal, low = nvlink_layouts(
-            world.size, max_tokens, hidden, top_k, dtype.itemsize, fp8, per_expert
-        )
+            world.size, max_tokens, hidden, top_k, dtype.itemsize, fp8, per_expert,
+            low_latency_tokens,
+        )  # fmt: skip
         return build_nvlink(world, normal, slots_per_rank, dtype, paths, low, on_device)
     layout = ShmLayout(world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert)
     if world.memory is None:

@@ -28,6 +28,8 @@ class EngineConfig:
     transport: Literal["auto", "local", "collective", "shm", "nvlink"] = "auto"
     max_dispatch_tokens: int = 4096
     """Tokens of a rank that travel to experts at once; steps with more send them in pieces."""
+    low_latency_tokens: int = 256
+    """nvlink: steps in which no rank has more tokens send them with low latency."""
     expert_workspace_gib: float = 4.0
     """What the experts of a GPU may hold at once; more received rows are worked on in waves."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
@@ -74,6 +76,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_dispatch_tokens",
+            "low_latency_tokens",
             "page_size",
             "load_window_tokens",
         ):

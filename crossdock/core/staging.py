@@ -6,7 +6,7 @@ from dataclasses import dataclass
 SETS = 2
 """Buffer sets: as many exchanges may be in flight."""
 LOW_LATENCY_TOKENS = 256
-"""Up to so many tokens per rank a flag stands for one token."""
+"""Up to so many tokens per rank a flag stands for one token, unless set otherwise."""
 SCALE_BLOCK = 128
 """Values of a row that share one FP8 scale."""
 MAX_TOP_K = 16
@@ -34,10 +34,11 @@ class Staging:
     itemsize: int
     fp8: bool = False
     per_expert: bool = False
+    low_latency_tokens: int = LOW_LATENCY_TOKENS
 
     @property
     def low_latency(self) -> bool:
-        return self.max_tokens <= LOW_LATENCY_TOKENS
+        return self.max_tokens <= self.low_latency_tokens
 
     @property
     def chunk(self) -> int:

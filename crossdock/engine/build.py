@@ -102,6 +102,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         per_expert=config.invariant,
         recorder=recorder,
         on_device=experts_on_device(config, spec, world.device, dtype),
+        low_latency_tokens=config.low_latency_tokens,
     )
     context = ModelContext(
         rank=world.rank,

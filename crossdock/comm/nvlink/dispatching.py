@@ -5,7 +5,6 @@ import triton
 from torch import Tensor
 
 from crossdock.comm.nvlink.handles import Arrived, Masked, Segments
-from crossdock.comm.nvlink.layout import LOW_LATENCY_TOKENS
 from crossdock.comm.nvlink.state import DISPATCH, ExchangeState
 from crossdock.core import CapacityError, CrossdockError
 from crossdock.kernels.dispatch import (
@@ -125,13 +124,8 @@ def _sending(state: ExchangeState, at: int, step: Step) -> tuple[tuple[object, .
     state.check()
     x_TH, slots_TK, weights_TK = step
     layout, tokens = state.layout, x_TH.shape[0]
-    if tokens > layout.max_tokens:
-        raise CapacityError(
-            f"{tokens} tokens in a step, the buffers hold {layout.max_tokens} per rank "
-            "(max_num_batched_tokens)"
-        )
-    state.expect("x", x_TH, (tokens, layout.hidden), state.dtype)
     state.expect_routing(tokens, slots_TK, weights_TK)
+    state.expect("x", x_TH, (tokens, layout.hidden), state.dtype)
     start, counters = at * layout.set_bytes, state.counters[at]
     arguments = (
         x_TH, slots_TK, weights_TK, state.buffer.table, state.epochs[at, DISPATCH],
@@ -148,8 +142,8 @@ def _check_room(state: ExchangeState, x: Tensor, scales: Tensor | None) -> None:
     layout = state.layout
     if not layout.low_latency or x.shape[1] < layout.cells:
         raise CapacityError(
-            f"masked rows need at most {LOW_LATENCY_TOKENS} tokens per rank and {layout.cells} "
-            f"places per slot, got {layout.max_tokens} and {x.shape[1]}"
+            f"masked rows need at most {layout.low_latency_tokens} tokens per rank and "
+            f"{layout.cells} places per slot, got {layout.max_tokens} and {x.shape[1]}"
         )
     shape = (state.slots, x.shape[1], layout.hidden)
     state.expect("masked rows", x, shape, torch.float8_e4m3fn if layout.fp8 else state.dtype)

@@ -53,8 +53,11 @@ def nvlink_layouts(
     itemsize: int = 2,
     fp8: bool = False,
     per_expert: bool = False,
+    low_latency_tokens: int = LOW_LATENCY_TOKENS,
 ) -> tuple[NvlinkLayout, NvlinkLayout | None]:
     """Of steps with up to `max_tokens` tokens per rank, and of those with few, which travel with
     low latency; None where the first is that already."""
-    normal = NvlinkLayout(ranks, max_tokens, hidden, top_k, itemsize, fp8, per_expert)
-    return normal, None if normal.low_latency else replace(normal, max_tokens=LOW_LATENCY_TOKENS)
+    normal = NvlinkLayout(
+        ranks, max_tokens, hidden, top_k, itemsize, fp8, per_expert, low_latency_tokens
+    )
+    return normal, None if normal.low_latency else replace(normal, max_tokens=low_latency_tokens)

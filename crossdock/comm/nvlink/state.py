@@ -15,7 +15,7 @@ from crossdock.kernels.dispatch import MAX_K
 
 DISPATCH, COMBINE = range(2)
 """Phases, the first index of what each has of its own."""
-_ROUNDS_PER_S = 5000
+_ROUNDS_PER_S = 600
 """Of a wait in the interpreter, about."""
 _CPU_PROGRAMS = 3
 
@@ -73,6 +73,11 @@ class ExchangeState:
         expect(name, got, shape, dtype, self.device)
 
     def expect_routing(self, tokens: int, slots_TK: Tensor, weights_TK: Tensor) -> None:
+        if tokens > self.layout.max_tokens:
+            raise CapacityError(
+                f"{tokens} tokens in a step, the buffers hold {self.layout.max_tokens} per rank "
+                "(max_num_batched_tokens)"
+            )
         shape = (tokens, self.layout.top_k)
         self.expect("slots", slots_TK, shape, torch.int64)
         self.expect("weights", weights_TK, shape, torch.float32)

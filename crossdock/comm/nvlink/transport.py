@@ -150,9 +150,10 @@ class NvlinkTransport:
         if ticket.masked is not None:
             out_TH = exchange.combine_masked_fused(at, y, ticket.masked, *routed)
         elif by_place(y, ticket):
-            # One launch for both halves has registers for one program on a multiprocessor where
-            # rows are reduced on the way: 322 us instead of 278 for 4,096 tokens.
-            return self.combine_end(self.combine_begin(y, ticket))
+            assert ticket.arrived is not None and ticket.segments is not None
+            out_TH = exchange.combine_segments_fused(
+                at, y, ticket.arrived, ticket.segments, *routed
+            )
         else:
             assert ticket.arrived is not None
             out_TH = exchange.combine_rows_fused(at, y, ticket.arrived, *routed)
