@@ -9,7 +9,9 @@ from torch import Tensor
 from crossdock.core import Routing
 
 PATTERNS = ("uniform", "one-rank")
-OURS, OURS_TWO = "nvlink", "nvlink, in two launches"
+OURS = "nvlink"
+OTHER_FORMS = ("nvlink, in two launches", "nvlink, in one launch")
+"""Sending and receiving apart or together, by whether together; OURS is what the transport does."""
 LINK = "copy over the link"
 KNOWN, ASKED = "all-to-all, sizes known", "all-to-all, counts exchanged"
 GATHER, SCATTER = "all-gather", "reduce-scatter"

@@ -10,8 +10,8 @@ from crossdock.bench.comm_case import (
     COPY_BYTES,
     GATHER,
     LINK,
+    OTHER_FORMS,
     OURS,
-    OURS_TWO,
     PATTERNS,
     SCATTER,
     CommCase,
@@ -189,7 +189,7 @@ def _cases(run: GpuCommRun, timed: Timed) -> Iterator[Case]:
             against=against,
             target=figures.COMM_TARGETS.get(key) if wanted else None,
             more=_more(kinds, wire, percentile(values, 50), copy_us)
-            | ({"programs": timed.programs} if who in (OURS, OURS_TWO) else {}),
+            | ({"programs": timed.programs} if who in (OURS, *OTHER_FORMS) else {}),
         )
 
 
@@ -224,14 +224,17 @@ def _wire_bytes(timed: Timed, who: str, what: str) -> int | None:
 
 
 def _against(timed: Timed, what: str) -> dict[str, float]:
+    phase = "dispatch" if what.startswith("dispatch") else "combine"
+
     def beside(who: str, of: str) -> bool:
-        phase = "dispatch" if what.startswith("dispatch") else "combine"
-        return of == (what if who == OURS_TWO else phase) and what != "round_trip"
+        if who in (OURS, *OTHER_FORMS):
+            return who != OURS and of == what
+        return of == phase and what != "round_trip"
 
     return {
         who if kinds.get("graph") else f"{who}, eager": _median(kinds)
         for (who, of), kinds in timed.times.items()
-        if who != OURS and (beside(who, of) or (who, of) == (OURS_TWO, what))
+        if beside(who, of)
     }
 
 

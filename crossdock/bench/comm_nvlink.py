@@ -67,6 +67,10 @@ class NvlinkCase:
             if room is not None:
                 room.view(torch.uint8).fill_(0xFF)
 
+    def is_default(self, what: str) -> bool:
+        """Whether the transport does it in this form; see `NvlinkTransport`."""
+        return self.fused
+
     def rows(self, at: int) -> Arrived:
         """Top-k ids to rows and counts at their rank."""
         if self.fused:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from crossdock.bench.child import answer_requests
-from crossdock.bench.comm_case import LINK, OURS, OURS_TWO, CommCase, draw
+from crossdock.bench.comm_case import LINK, OTHER_FORMS, OURS, CommCase, draw
 from crossdock.bench.comm_check import check_case
 from crossdock.bench.comm_deepep import DeepEpExchange, find_deep_ep, join_default_group
 from crossdock.bench.comm_nccl import NcclExchange, link_copy
@@ -48,9 +48,10 @@ def run(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
     inputs = draw(case, world.rank, seed, world.device)
     nvlink = NvlinkCase(case, world, inputs, request["programs"])
     works: dict[tuple[str, str], Work] = {}
-    for who, form in ((OURS, nvlink), (OURS_TWO, nvlink.in_two_launches())):
+    for form in (nvlink, nvlink.in_two_launches()):
         check_case(form, world, seed + 1)
-        works |= {(who, what): work for what, work in form.works().items()}
+        for what, work in form.works().items():
+            works[OURS if form.is_default(what) else OTHER_FORMS[form.fused], what] = work
     if case.ranks > 1 and not case.per_expert:  # which nobody else offers
         works |= NcclExchange(case, world.group, inputs).works()
         if rank.deep_ep[0] is not None:

@@ -27,13 +27,15 @@ ISL, OSL = 256, 64
 HOUR_ISL, HOUR_OSL, HOUR_RATE = 2000, 100, 55.0
 FULL_TIME_RANKS = 512
 """Fewer ranks are simulated for longer, so that no case is over before it can be timed."""
+STAND_FOR = 8
 LAYERS = 8
 """MoE layers whose loads are drawn; the others are like them."""
 
 
 @dataclass(frozen=True)
 class PlanBenchOptions:
-    """`ranks`: one case each, every rank simulated. `rate`: requests per second and rank, of
+    """`ranks`: a case each with every rank simulated, and one where each simulated rank stands for
+    `STAND_FOR`, as `plan` does it. `rate`: requests per second and rank, of
     256 + 64 tokens; `seconds` of simulated time from 512 ranks on. `hour`: also an hour on 96 GPUs,
     prefill and decode apart."""
 
@@ -65,7 +67,8 @@ class Timed:
 @dataclass(frozen=True)
 class PlanBenchRun:
     options: PlanBenchOptions
-    turns: dict[int, list[Timed]]
+    turns: dict[tuple[int, int], list[Timed]]
+    """By ranks, and how many of them are simulated."""
     hour: Timed | None
 
 
@@ -73,12 +76,15 @@ def run_plan(
     options: PlanBenchOptions, on_progress: Callable[[str], None] = lambda what: None
 ) -> PlanBenchRun:
     """The sizes take turns."""
-    turns: dict[int, list[Timed]] = {ranks: [] for ranks in options.ranks}
+    pairs = [(ranks, ranks) for ranks in options.ranks]
+    pairs += [(n, n // STAND_FOR) for n in options.ranks if n % STAND_FOR == 0]
+    turns: dict[tuple[int, int], list[Timed]] = {pair: [] for pair in pairs}
     for turn in range(options.repeats):
-        for ranks in options.ranks:
-            on_progress(f"{ranks} ranks, {turn + 1} of {options.repeats}")
+        for ranks, simulated in pairs:
+            on_progress(f"{simulated} of {ranks} ranks, {turn + 1} of {options.repeats}")
             seconds = options.seconds * max(1.0, FULL_TIME_RANKS / ranks)
-            turns[ranks].append(_timed(_every_rank(ranks, options.rate, seconds, turn)))
+            config = _together(ranks, simulated, options.rate, seconds, turn)
+            turns[ranks, simulated].append(_timed(config))
     hour = None
     if options.hour:
         on_progress("an hour on 96 GPUs")
@@ -92,12 +98,13 @@ def _timed(config: SimConfig) -> Timed:
     return Timed(result, time.process_time() - cpu, time.perf_counter() - wall)
 
 
-def _every_rank(ranks: int, rate: float, seconds: float, seed: int) -> SimConfig:
+def _together(ranks: int, simulated: int, rate: float, seconds: float, seed: int) -> SimConfig:
     layout = Layout("both", ranks, redundant_per_rank=1, weights_dtype=FP8)
     return SimConfig(
         arrivals=poisson(rate * ranks, seconds, ISL, OSL, seed),
         pools=(Pool(layout, kv_tokens=100_000, max_num_batched_tokens=1024),),
         **_deployment(seconds / 3),
+        stand_for=ranks // simulated,
         seed=seed,
     )
 
@@ -110,7 +117,7 @@ def _hour() -> SimConfig:
         arrivals=poisson(HOUR_RATE, 3600.0, HOUR_ISL, HOUR_OSL),
         pools=(Pool(prefill, kv_tokens=100_000), Pool(decode, kv_tokens=400_000)),
         kv_link=KVLink(load_model(MODEL).kv_bytes_per_token(), 50e9, 1e-5),
-        stand_for=8,
+        stand_for=STAND_FOR,
         **_deployment(600.0),
     )
 
@@ -126,7 +133,7 @@ def _deployment(interval_s: float) -> dict[str, Any]:
 
 
 def report(run: PlanBenchRun, command: str) -> Report:
-    cases = [_speed(ranks, turns, run.options.target) for ranks, turns in run.turns.items()]
+    cases = [_speed(*pair, turns, run.options.target) for pair, turns in run.turns.items()]
     cases += _growth(run)
     if run.hour is not None:
         cases.append(_hour_case(run.hour))
@@ -134,13 +141,17 @@ def report(run: PlanBenchRun, command: str) -> Report:
     return Report(command, cpu_name(), tuple(cases), notes)
 
 
-def _speed(ranks: int, turns: list[Timed], target: float | None) -> Case:
+def _speed(ranks: int, simulated: int, turns: list[Timed], target: float | None) -> Case:
     return case_of(
         "simulator_speed",
         [60 * t.rank_steps / t.cpu_s for t in turns],
         "rank-steps/min",
         "higher",
-        {"ranks": ranks, "tokens_per_rank_step": round(turns[0].tokens_per_rank_step, 1)},
+        {
+            "ranks": ranks,
+            "simulated": simulated,
+            "tokens_per_rank_step": round(turns[0].tokens_per_rank_step, 1),
+        },
         target=target,
         more={
             "rank_steps": [t.rank_steps for t in turns],
@@ -151,14 +162,15 @@ def _speed(ranks: int, turns: list[Timed], target: float | None) -> Case:
 
 
 def _growth(run: PlanBenchRun) -> Iterator[Case]:
-    """Time for a rank-step at the most ranks over that at the fewest: 1 is linear."""
-    fewest, most = min(run.turns), max(run.turns)
+    """Time for a rank-step at the most ranks over that at the fewest, every rank simulated: 1 is
+    linear."""
+    fewest, most = min(run.options.ranks), max(run.options.ranks)
     if fewest < most:
         yield case_of(
             "time_per_rank_step",
             [
                 (many.cpu_s / many.rank_steps) / (few.cpu_s / few.rank_steps)
-                for few, many in zip(run.turns[fewest], run.turns[most], strict=True)
+                for few, many in zip(run.turns[fewest, fewest], run.turns[most, most], strict=True)
             ],
             "x",
             "lower",
@@ -177,6 +189,6 @@ def _hour_case(hour: Timed) -> Case:
             "rank_steps": hour.rank_steps,
             "wall_s": hour.wall_s,
             "verdict": hour.result.verdict,
-            "stand_for": 8,
+            "stand_for": STAND_FOR,
         },
     )

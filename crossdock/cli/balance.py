@@ -1,6 +1,7 @@
 """`balance`: recorded expert loads to a placement, and what it would gain."""
 
 import time
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,13 +27,13 @@ MOST_SLOTS = 640
 def balance(
     ctx: typer.Context,
     loads: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="LOADS",
             help="Recorded loads: JSON, or SGLang's .pt. See docs/balancing.md.",
         ),
-    ],
-    ranks: Annotated[int, typer.Option(help="Expert-parallel ranks.")],
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Expert-parallel ranks.")] = None,
     redundant: Annotated[
         int | None,
         typer.Option(help="Slots beyond one per expert. [default: as few as the ranks need]"),
@@ -50,26 +51,64 @@ def balance(
         Path | None,
         typer.Option(metavar="FILE", help="Draw rank loads before and after: .png or .svg."),
     ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Record the loads of a running server instead of LOADS."),
+    ] = None,
+    windows: Annotated[int, typer.Option(help="To record.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Of each window.")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="Write what was recorded here.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Plans which rank holds which experts, from recorded loads."""
+    """Plans which rank holds which experts, from recorded loads; or records some."""
     from crossdock.cli.balance_plot import check_plot, draw
 
     if plot is not None:
         check_plot(plot)
-    recorded = _read(loads)
+    if (loads is None) == (record is None):
+        raise ConfigError("give either LOADS or --record URL")
+    if ranks is None and record is None:
+        raise ConfigError("--ranks is missing: over how many ranks to place the experts")
+    recorded = _record(ctx, record, windows, seconds, out) if loads is None else _read(loads)
+    if ranks is None:
+        _say_recorded(ctx, recorded, out)
+        return
     nbytes = recorded.expert_bytes if model is None else _expert_bytes(model)
     problem = _problem(recorded, ranks, redundant, nodes, groups, nbytes)
     start = time.perf_counter()
     answer = _policy(policy)(problem)
-    seconds = time.perf_counter() - start
-    plan = _document(recorded, problem, answer, policy, seconds, nbytes)
+    took = time.perf_counter() - start
+    plan = _document(recorded, problem, answer, policy, took, nbytes)
     output = output_of(ctx)
     if plot is not None:
         before, after = _rank_loads(recorded, problem, answer)
         draw(before, after, f"{policy}, {ranks} ranks", plot)
         output.notes.print(f"written: {plot}", markup=False)
     output.result(plan, _human(plan))
+
+
+def _record(
+    ctx: typer.Context, url: str | None, windows: int, seconds: float, out: Path | None
+) -> "Loads":
+    from crossdock.balance import parse_loads
+    from crossdock.bench.report import write_document
+    from crossdock.cli.balance_record import record
+
+    assert url is not None
+    output = output_of(ctx)
+    with output.stages() as stage:
+        document = record(url, windows, seconds, stage)
+    if out is not None:
+        write_document(document, out)
+        output.notes.print(f"written: {out}", markup=False)
+    return parse_loads(document, url)
+
+
+def _say_recorded(ctx: typer.Context, recorded: "Loads", out: Path | None) -> None:
+    windows, layers, experts = recorded.load_WLE.shape
+    steps, document = int(recorded.steps_W.sum()), recorded.document()
+    text = f"{windows} windows of {layers} layers x {experts} experts, {steps} steps"
+    output_of(ctx).result(document, Text(text if out else dumps(document)))
 
 
 def _policy(name: str) -> Any:

@@ -1,17 +1,28 @@
 """`bench balance`: flags to options; the work is in the room `bench`."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crossdock.cli.bench import OutFile, command_line, finish
 from crossdock.cli.output import JsonFlag, output_of
+from crossdock.cli.settings import ConfigFile, Device, settings
 from crossdock.core import ConfigError
+
+if TYPE_CHECKING:
+    from crossdock.bench.balance_live import LiveOptions
 
 
 def balance(
     ctx: typer.Context,
-    ranks: Annotated[str, typer.Option(help="Of made loads; each must divide 256.")] = "32,64",
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Of made loads: each must divide 256. Of --live: one number. "
+            "[default: 32,64; of --live 2]"
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 10,
     tokens: Annotated[int, typer.Option(min=1, help="Of each rank, in made loads.")] = 2048,
     windows: Annotated[int, typer.Option(min=1, help="Plans on loads that drift.")] = 12,
@@ -20,6 +31,19 @@ def balance(
         str | None,
         typer.Option(help="Record this model's routing and plan for it too. [default: made loads]"),
     ] = None,
+    live: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Not the planners, but this model served badly placed, while and after it "
+            "balances itself.",
+        ),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of --live, at once.")] = 16,
+    output_len: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 96,
+    rounds: Annotated[int, typer.Option(min=1, help="Of --live, each from the start.")] = 5,
+    device: Device = None,
+    config: ConfigFile = None,
     out: OutFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -28,7 +52,14 @@ def balance(
     from crossdock.bench.balance_table import render
     from crossdock.bench.report import parse_counts
 
-    counts = parse_counts(ranks, "--ranks")
+    if live is not None:
+        from crossdock.bench.balance_live import LiveOptions
+
+        (count,) = parse_counts(ranks or "2", "--ranks")[:1]
+        fields, _ = settings(config, device=device)
+        _live(ctx, LiveOptions(live, count, requests, 32, output_len, rounds, fields), out)
+        return
+    counts = parse_counts(ranks or "32,64", "--ranks")
     for count in counts:
         if bench.EXPERTS % count:
             raise ConfigError(f"--ranks {count}: expected a divisor of {bench.EXPERTS}")
@@ -39,4 +70,15 @@ def balance(
     with output.stages() as on_progress:
         cases = bench.run_balance(options, on_progress)
     report = bench.report(options, cases, command_line())
+    finish(report.document(), render(report), out, output)
+
+
+def _live(ctx: typer.Context, options: "LiveOptions", out: Path | None) -> None:
+    from crossdock.bench import balance_live as bench
+    from crossdock.bench.case_table import render
+
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_live(options, on_progress)
+    report = bench.report(run, command_line())
     finish(report.document(), render(report), out, output)

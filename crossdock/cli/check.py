@@ -23,11 +23,22 @@ def check(
             "torchrun, all its hosts and the network between them.",
         ),
     ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Prove that moving this model's experts while serving changes no answer: on 1, 2 "
+            "and 4 ranks against one that moves nothing.",
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Looks at this machine: versions, devices, links, memory, and what can run here."""
     from crossdock.cli.doctor import examine
 
+    if placement is not None:
+        _prove(ctx, placement)
+        return
     if measure is not None:
         _measure(ctx, measure)
         return
@@ -46,6 +57,32 @@ def _measure(ctx: typer.Context, path: Path) -> None:
         document = measured(path)
     if document is not None:
         output.result(document, Text(f"written: {path}\n\n{document['text']}"))
+
+
+def _prove(ctx: typer.Context, model: str) -> None:
+    from dataclasses import asdict
+
+    from crossdock.launch.rebalance_check import prove
+
+    output = output_of(ctx)
+    with output.stages() as stage:
+        proofs = list(prove(model, stage))
+    holds = all(proof.holds for proof in proofs)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("mode", "ranks", "slots", "moves", "layers", "steps", "compared", "differ"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    table.add_column("worst", justify="right")
+    for proof in proofs:
+        *cells, worst = asdict(proof).values()
+        table.add_row(*map(str, cells), f"{worst:.2g}")
+    text = (
+        "invariant: tokens and log-probabilities, bit by bit; ordinary: log-likelihoods of texts, "
+        "to rounding\n" + ("Moving experts changes nothing." if holds else "Answers differ.")
+    )
+    cases = [{**asdict(proof), "holds": proof.holds} for proof in proofs]
+    output.result({"model": model, "holds": holds, "cases": cases}, Group(table, Text(text)))
+    if not holds:
+        raise typer.Exit(1)
 
 
 def _human(found: dict[str, Any]) -> RenderableType:

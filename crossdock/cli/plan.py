@@ -22,6 +22,9 @@ def plan(
         str | None,
         typer.Option(help="A shipped kind such as h100, or a file of `check --measure`."),
     ] = None,
+    fabric: Annotated[
+        str | None, typer.Option(help="Network between nodes. [default: of the description]")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs at hand.")] = None,
     isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens of a request.")] = None,
     osl: Annotated[int | None, typer.Option(min=1, help="Output tokens of a request.")] = None,
@@ -43,6 +46,13 @@ def plan(
         str | None, typer.Option(help="bf16 or fp8. [default: the checkpoint's]")
     ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="bf16 or fp8. [default: bf16]")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|uniform:A:B|lognormal:MEDIAN:P99|FILE",
+            help="Tokens that requests hold, for --explain's KV pages. [default: isl to isl + osl]",
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option(help="Dollars per GPU hour. [default: of the description]")
     ] = None,
@@ -90,6 +100,7 @@ def plan(
     options = planning.PlanOptions(
         model=model,
         gpu=gpu,
+        fabric=fabric,
         gpus=gpus,
         isl=isl,
         osl=osl,
@@ -99,6 +110,7 @@ def plan(
         zipf=zipf,
         weights_dtype=weights_dtype,
         kv_dtype=kv_dtype,
+        lengths=lengths,
         price=price,
         plot=plot,
         explain=explain,

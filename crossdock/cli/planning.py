@@ -13,6 +13,7 @@ from rich.text import Text
 
 from crossdock.cli.output import Output
 from crossdock.core import ConfigError, UserError
+from crossdock.core.recipes import recipe_names
 from crossdock.planner import (
     Answer,
     Item,
@@ -31,6 +32,7 @@ from crossdock.planner import (
     formats_of,
     load_hardware,
     load_model,
+    parse_lengths,
     parse_observed,
     render,
     render_day,
@@ -42,7 +44,6 @@ from crossdock.planner import (
     variants,
 )
 from crossdock.planner.calibration import DEFAULT
-from crossdock.planner.recipes import recipe_names
 
 MARKS = {"good": "[green]ok  [/]", "look": "[yellow]look[/]", "bad": "[bold red]bad [/]"}
 
@@ -51,6 +52,7 @@ MARKS = {"good": "[green]ok  [/]", "look": "[yellow]look[/]", "bad": "[bold red]
 class PlanOptions:
     model: str | None
     gpu: str | None
+    fabric: str | None
     gpus: int | None
     isl: int | None
     osl: int | None
@@ -60,6 +62,7 @@ class PlanOptions:
     zipf: float | None
     weights_dtype: str | None
     kv_dtype: str | None
+    lengths: str | None
     price: float | None
     plot: Path | None
     explain: bool
@@ -72,6 +75,8 @@ def run_plan(options: PlanOptions, observed: Observed | None, output: Output) ->
     question = _question(options)
     if options.plot is not None:
         check_plot(options.plot)
+    if options.lengths is not None and not options.explain:
+        raise ConfigError("--lengths goes with --explain, which shows what pages waste")
     if options.compare is not None and options.simulate is None:
         raise ConfigError("--compare goes with --simulate TRACE or poisson:RATE")
     with _bar(output) as bar:
@@ -89,7 +94,8 @@ def run_plan(options: PlanOptions, observed: Observed | None, output: Output) ->
         result["observed"] = asdict(observed)
         shown.append(_lines("The server now", observed.lines()))
     if options.explain:
-        result["explain"] = explain(found)
+        held = None if options.lengths is None else parse_lengths(options.lengths)
+        result["explain"] = explain(found, held)
         shown += [_lines(title, lines) for title, lines in result["explain"].items()]
     if options.checklist:
         items = checklist(found, observed)
@@ -112,7 +118,7 @@ def _question(options: PlanOptions) -> Question:
         raise ConfigError(
             f"which --gpu? A file of `check --measure`, or one of {_names('hardware')}"
         )
-    spec, hardware = load_model(options.model), load_hardware(options.gpu)
+    spec, hardware = load_model(options.model), load_hardware(options.gpu, options.fabric)
     for flag, tokens in (("--isl", options.isl), ("--osl", options.osl)):
         if tokens is None:
             raise ConfigError(f"give {flag}, the tokens of a request")

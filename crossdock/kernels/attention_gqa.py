@@ -3,7 +3,8 @@
 
 A program takes one item (see `attention_split`) and one kv head. It is bound by reading keys and
 values, and the heads of a group are too few to fill the tensor core's M; so products are computed
-transposed, with keys and values as the left operand, straight out of shared memory.
+transposed, with keys and values as the left operand, straight out of shared memory. Those of an
+E4M3 cache pass through registers in any case: there queries are the left operand.
 """
 
 import torch
@@ -24,12 +25,12 @@ from crossdock.kernels.attention_split import (
 )
 from crossdock.kernels.quant import INTERPRET
 
-TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 2)
+TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 3)
 
 
 @triton.jit
 def _step(
-    acc, best, total, slot, n, end, q_DM, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, scale,
+    acc, best, total, slot, n, end, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, scale,
     dtype: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_SCALE: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALED: tl.constexpr,
@@ -48,19 +49,25 @@ def _step(
         v_ND = tl.load(
             v_ptr + slot[:, None] * STRIDE_V + d[None, :], mask=(d < D)[None, :], other=0
         )
-    scores = tl.dot(as_operand(k_ND, dtype), q_DM, input_precision="ieee") * scale
+    k_ND = as_operand(k_ND, dtype)
+    v_ND = as_operand(v_ND, dtype)
+    AXIS: tl.constexpr = 1 if SCALED else 0  # the one of the keys
     if SCALED:
-        scores *= tl.load(k_scale_ptr + slot * STRIDE_SCALE)[:, None]
-    scores = tl.where((pos < end)[:, None], scores, -1e30)
-    higher = tl.maximum(best, tl.max(scores, axis=0))
-    p_NM = tl.exp2(scores - higher[None, :])
+        scores = tl.dot(q, tl.trans(k_ND), input_precision="ieee") * scale
+        scores *= tl.load(k_scale_ptr + slot * STRIDE_SCALE)[None, :]
+    else:
+        scores = tl.dot(k_ND, q, input_precision="ieee") * scale
+    scores = tl.where(tl.expand_dims(pos < end, 1 - AXIS), scores, -1e30)
+    higher = tl.maximum(best, tl.max(scores, axis=AXIS))
+    p = tl.exp2(scores - tl.expand_dims(higher, AXIS))
     shrink = tl.exp2(best - higher)
-    total = total * shrink + tl.sum(p_NM, axis=0)
+    total = total * shrink + tl.sum(p, axis=AXIS)
+    acc = acc * tl.expand_dims(shrink, AXIS)
     if SCALED:
-        p_NM *= tl.load(v_scale_ptr + slot * STRIDE_SCALE)[:, None]
-    acc = acc * shrink[None, :]
-    v_DN = tl.trans(as_operand(v_ND, dtype))
-    acc = tl.dot(v_DN, weights_operand(p_NM, dtype), acc, input_precision="ieee")
+        p *= tl.load(v_scale_ptr + slot * STRIDE_SCALE)[None, :]
+        acc = tl.dot(weights_operand(p, dtype), v_ND, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(tl.trans(v_ND), weights_operand(p, dtype), acc, input_precision="ieee")
     return acc, higher, total, following
 
 
@@ -89,11 +96,15 @@ def _decode_kernel(
         end = tl.minimum(start + chunk, length)
         row = tl.arange(0, BLOCK_M)
         d = tl.arange(0, BLOCK_D)
-        at = q_ptr + b * stride_qb + (g * GROUP + row)[None, :] * stride_qh + d[:, None]
-        q_DM = tl.load(at, mask=(row < GROUP)[None, :] & (d < D)[:, None], other=0.0)
+        M_AXIS: tl.constexpr = 1 if SCALED else 0  # to expand heads along
+        row_2 = tl.expand_dims(row, M_AXIS)
+        d_2 = tl.expand_dims(d, 1 - M_AXIS)
+        inside = (row_2 < GROUP) & (d_2 < D)
+        at = q_ptr + b * stride_qb + (g * GROUP + row_2) * stride_qh + d_2
+        q = tl.load(at, mask=inside, other=0.0)
         q_type: tl.constexpr = q_ptr.dtype.element_ty
         dtype: tl.constexpr = tl.float16 if SCALED and q_type == tl.bfloat16 else q_type
-        q_DM = query_operand(q_DM, dtype)
+        q = query_operand(q, dtype)
         k_ptr += g * D
         v_ptr += g * D
         k_scale_ptr += g * STRIDE_SCALE_G
@@ -101,13 +112,13 @@ def _decode_kernel(
         table_ptr += b * stride_table
         best = tl.full((BLOCK_M,), -1e30, tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D) if SCALED else (BLOCK_D, BLOCK_M), tl.float32)
         slot = paged_slots(table_ptr, start + tl.arange(0, BLOCK_N), end, PAGE)
         if INTERPRET:  # older interpreters have no range over a loaded number
             n = start
             while n < end:
                 acc, best, total, slot = _step(
-                    acc, best, total, slot, n, end, q_DM, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                    acc, best, total, slot, n, end, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                     table_ptr, scale, dtype, STRIDE_K, STRIDE_V, STRIDE_SCALE, PAGE, D, BLOCK_D,
                     BLOCK_N, SCALED,
                 )  # fmt: skip
@@ -115,23 +126,22 @@ def _decode_kernel(
         else:
             for n in range(start, end, BLOCK_N):
                 acc, best, total, slot = _step(
-                    acc, best, total, slot, n, end, q_DM, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+                    acc, best, total, slot, n, end, q, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
                     table_ptr, scale, dtype, STRIDE_K, STRIDE_V, STRIDE_SCALE, PAGE, D, BLOCK_D,
                     BLOCK_N, SCALED,
                 )  # fmt: skip
         out_row = w.to(tl.int64) * heads + g * GROUP + row
-        at = part_ptr + out_row[None, :] * D + d[:, None]
-        mask = (row < GROUP)[None, :] & (d < D)[:, None]
-        tl.store(at, acc / total[None, :], mask=mask)
+        at = part_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
+        tl.store(at, acc / tl.expand_dims(total, M_AXIS), mask=inside)
         tl.store(lse_ptr + out_row, best + tl.log2(total), mask=row < GROUP)
 
 
-def decode_items(kv_heads: int, device: torch.device) -> int:
-    """How many items fill the card some three times over, for `split_keys`."""
+def decode_slots(kv_heads: int, device: torch.device) -> int:
+    """How many items run at once, for `split_keys`."""
     if device.type != "cuda":
-        return 8
+        return 2
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, 8 * cores // kv_heads)
+    return max(1, 2 * cores // kv_heads)
 
 
 def decode_gqa(

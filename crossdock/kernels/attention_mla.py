@@ -146,12 +146,12 @@ def _decode_kernel(
         tl.store(lse_ptr + out_row, best + tl.log2(total), mask=h < heads)
 
 
-def decode_items(heads: int, device: torch.device) -> int:
-    """How many items fill the card some four times over, for `split_keys`."""
+def decode_slots(heads: int, device: torch.device) -> int:
+    """How many items run at once, for `split_keys`."""
     if device.type != "cuda":
-        return 8
+        return 2
     cores = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, 4 * cores // triton.cdiv(heads, WIDE_HEADS))
+    return max(1, cores // triton.cdiv(heads, WIDE_HEADS))
 
 
 def decode_mla(
@@ -202,9 +202,9 @@ def decode_mla(
 
 
 def _fits_hopper(q_BhL: Tensor, L: int, R: int, page_size: int) -> bool:
-    """Widths and pages that bulk copies can take in blocks of at least 8 rows by 64 columns."""
-    fits = L in (256, 512) and R == 64 and q_BhL.dtype == torch.bfloat16
-    pages = page_size % 64 == 0 or page_size in (8, 16, 32)
+    """DeepSeek's widths, and pages that bulk copies can take in blocks of rows by 64 columns."""
+    fits = (L, R) == (512, 64) and q_BhL.dtype == torch.bfloat16
+    pages = page_size % 64 == 0 or page_size in (16, 32)
     if not (fits and pages and q_BhL.is_cuda) or INTERPRET.value:
         return False
     return torch.cuda.get_device_capability(q_BhL.device)[0] == 9

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Absorbed MLA decoding for Hopper in Gluon: a producer warp and one or two warpgroups of consumers.
+"""Absorbed MLA decoding for Hopper in Gluon: a producer warp, one or two warpgroups of consumers.
 
 In the portable kernel the warps that compute also issue the copies, and stall while these queue up.
 Here one warp streams tiles of 64 keys through shared memory: a bulk copy (TMA) per page and 64
@@ -44,9 +44,9 @@ def _producer(
     start, end = span
     piece = gl.arange(0, PIECES, lanes)
     rows = _rows(table_ptr, start, end, PAGE, BOX)
-    step = 0
     for n in range(start, end, _KEYS):
         following = _rows(table_ptr, n + _KEYS, end, PAGE, BOX)
+        step = (n - start) // _KEYS
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
         ready = full.index(stage)
@@ -64,7 +64,6 @@ def _producer(
                 )
             tma.async_copy_global_to_shared(desc, [row, L], ready, rope_parts.index(i))
         rows = following
-        step += 1
 
 
 @gluon.jit
@@ -97,8 +96,8 @@ def _converter(
     L: gl.constexpr = kv.type.shape[2]
     start, end = span
     codes = _load_codes(cache_ptr, scale_ptr, table_ptr, start, end, L, PAGE, ROWS)
-    step = 0
     for n in range(start, end, _KEYS):
+        step = (n - start) // _KEYS
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
         for piece in gl.static_range(_KEYS // ROWS):
@@ -111,7 +110,6 @@ def _converter(
             rope.index(stage).slice(piece * ROWS, ROWS).store(key)
         fence_async_shared()
         mbarrier.arrive(full.index(stage), count=1)
-        step += 1
 
 
 @gluon.jit
@@ -124,12 +122,12 @@ def _narrow(
     part_ptr, lse_ptr, row, heads, first_head, live = out
     start, end = span
     best = gl.full([M], -1e30, gl.float32, gl.SliceLayout(0, mma))
-    total = gl.zeros([M], gl.float32, gl.SliceLayout(0, mma))
+    sums = gl.zeros([_KEYS, M], gl.float32, mma)  # of the warps' own keys, summed up at the end
     acc = gl.zeros([L, M], gl.float32, mma)
     zero = gl.zeros([_KEYS, M], gl.float32, mma)
     key = gl.arange(0, _KEYS, gl.SliceLayout(1, mma))
-    step = 0
     for n in range(start, end, _KEYS):
+        step = (n - start) // _KEYS
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         tile = kv.index(stage)
@@ -140,7 +138,7 @@ def _narrow(
         higher = gl.maximum(best, gl.max(s, axis=0))
         p = gl.exp2(s - higher[None, :])
         shrink = gl.exp2(best - higher)
-        total = total * shrink + gl.sum(p, axis=0)
+        sums = sums * shrink[None, :] + p
         best = higher
         p_smem.store(p.to(gl.bfloat16))
         fence_async_shared()
@@ -148,7 +146,7 @@ def _narrow(
         acc = warpgroup_mma(tile.permute((1, 0)), p_smem, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
+    total = gl.sum(sums, axis=0)
     h = first_head + gl.arange(0, M, gl.SliceLayout(0, mma))
     i = gl.arange(0, L, gl.SliceLayout(1, mma))
     at = part_ptr + (row * heads + h)[None, :] * L + i[:, None]
@@ -174,8 +172,8 @@ def _wide(
     acc = gl.zeros([64, WIDTH], gl.float32, mma)
     zero = gl.zeros([64, _KEYS], gl.float32, s_mma)
     key = gl.arange(0, _KEYS, gl.SliceLayout(0, s_mma))
-    step = 0
     for n in range(start, end, _KEYS):
+        step = (n - start) // _KEYS
         stage = step % STAGES
         mbarrier.wait(full.index(stage), step // STAGES & 1)
         tile = kv.index(stage)
@@ -193,7 +191,6 @@ def _wide(
         acc = warpgroup_mma(p_op, tile.slice(HALF * WIDTH, WIDTH, dim=1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
     h = first_head + gl.arange(0, 64, by_head)
     i = HALF * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, mma))
     at = part_ptr + (row * heads + h)[:, None] * L + i[None, :]
@@ -220,9 +217,9 @@ def _load_queries(q_ptr, smem, head, heads, stride_h, M: gl.constexpr, WIDTH: gl
     do_not_specialize_on_alignment=["table_ptr", "lens_ptr"],
 )
 def hopper_kernel(
-    cache, scale_ptr, q_ptr, q_rope_ptr, table_ptr, lens_ptr, first_ptr, seq_ptr, chunk_ptr, part_ptr, lse_ptr,
-    sequences, scale, heads, stride_qb, stride_qh, stride_rb, stride_rh, stride_table,
-    M: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
+    cache, scale_ptr, q_ptr, q_rope_ptr, table_ptr, lens_ptr, first_ptr, seq_ptr, chunk_ptr,
+    part_ptr, lse_ptr, sequences, scale, heads, stride_qb, stride_qh, stride_rb, stride_rh,
+    stride_table, M: gl.constexpr, L: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
     STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """As `attention_mla._decode_kernel`; M 64 is the wide form. cache: blocks [BOX, 64], BOX =

@@ -192,7 +192,8 @@ def tile_tokens(group: int) -> int:
 def _launch(
     q: Tensor, q_rope: Tensor | None, k: Tensor, v: Tensor, k_rope: Tensor | None,
     scales: tuple[Tensor, Tensor] | None, table: Tensor | None, cu_q: Tensor, cu_k: Tensor,
-    lens: Tensor, split: Split, scale: float, page_size: int, window: int | None, tile: KeyTile,
+    lens: Tensor, split: Split, scale: float, page_size: int, window: int | None,
+    tile: KeyTile | None,
 ) -> Tensor:  # fmt: skip
     (T, h, D), G, V = q.shape, k.shape[1], v.shape[2]
     R = 0 if q_rope is None else q_rope.shape[2]
@@ -201,6 +202,12 @@ def _launch(
     k_scale, v_scale = scales or (q, q)
     stride = k_scale.stride() if scales else (0, 0)
     table = cu_k if table is None else table
+    if tile is None and window is None and _fits_hopper(q, k, v, R, page_size):
+        _launch_hopper(
+            q, q_rope, k, v, k_rope, out_ThV, table, cu_q, cu_k, lens, split, scale, page_size, R
+        )
+        return out_ThV
+    tile = tile or (TILE if R == 0 else TILE_MLA)
     _prefill_kernel[(G, split.items)](
         q, q_rope, k, v, k_rope, k_scale, v_scale, out_ThV, table, cu_q, cu_k, lens,
         split.first_B1, split.seq_W, cu_q.shape[0] - 1, scale * LOG2_E, window or 0,
@@ -217,6 +224,45 @@ def _launch(
     return out_ThV
 
 
+def _fits_hopper(q: Tensor, k: Tensor, v: Tensor, R: int, page_size: int) -> bool:
+    """Widths of the models served, and pages that bulk copies can take by 64 columns."""
+    widths = k.shape[2] == v.shape[2] == 128 and R in (0, 64)
+    pages = page_size % 64 == 0 or page_size in (16, 32)
+    dtypes = q.dtype == k.dtype == v.dtype == torch.bfloat16
+    if not (widths and pages and dtypes and q.is_cuda) or INTERPRET.value:
+        return False
+    return torch.cuda.get_device_capability(q.device)[0] == 9
+
+
+def _launch_hopper(
+    q: Tensor, q_rope: Tensor, k: Tensor, v: Tensor, k_rope: Tensor, out: Tensor, table: Tensor,
+    cu_q: Tensor, cu_k: Tensor, lens: Tensor, split: Split, scale: float, page_size: int, R: int,
+) -> None:  # fmt: skip
+    # Imported here: Gluon is needed on Hopper only.
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from crossdock.kernels.attention_prefill_hopper import hopper_kernel
+
+    box = min(page_size or 64, 64)
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+    def describe(x_NgD: Tensor) -> TensorDescriptor:
+        N, G, D = x_NgD.shape
+        shape, strides = [N, (G - 1) * x_NgD.stride(1) + D], [x_NgD.stride(0), 1]
+        return TensorDescriptor(x_NgD, shape, strides, [box, 64], layout)
+
+    G = k.shape[1]
+    hopper_kernel[(G, split.items)](
+        describe(k), describe(v), describe(k_rope[:, None] if R else k), q, q_rope, out, table,
+        cu_q, cu_k, lens, split.first_B1, split.seq_W, cu_q.shape[0] - 1, scale * LOG2_E,
+        q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), out.stride(0),
+        out.stride(1), table.stride(0), k.stride(1), v.stride(1),
+        D=k.shape[2], V=v.shape[2], R=R, GROUP=q.shape[1] // G, PAGE=page_size, BOX=box, STAGES=2,
+        num_warps=4,
+    )  # fmt: skip
+
+
 def prefill_gqa(
     q_ThD: Tensor,
     k_SgD: Tensor,
@@ -229,7 +275,7 @@ def prefill_gqa(
     page_size: int,
     window: int | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
-    tile: KeyTile = TILE,
+    tile: KeyTile | None = None,
 ) -> Tensor:
     """[T, h, D] in q's dtype. The keys of the queries themselves are in the cache already.
 
@@ -257,7 +303,7 @@ def prefill_mla(
     lens_B: Tensor,
     split: Split,
     scale: float,
-    tile: KeyTile = TILE_MLA,
+    tile: KeyTile | None = None,
 ) -> Tensor:
     """[T, h, V]. Keys and values are expanded, N of all sequences one after another.
 

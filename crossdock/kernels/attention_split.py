@@ -25,6 +25,11 @@ from crossdock.kernels.rounding import cast_rows
 LOG2_E = 1.4426950408889634
 MULTIPLE = 128
 """Items of keys start at multiples of this, as the kernels' tiles do."""
+SIZES = 3
+"""Lengths that are weighed against each other: for 1, 2 or 4 rounds. More would be evener, but
+programs without an item are launched too."""
+START_KEYS = 256
+"""What starting and merging an item costs, in keys."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,13 @@ class Split:
 
 
 @triton.jit(
-    do_not_specialize=["sequences", "target", "least", "most"],
+    do_not_specialize=["sequences", "slots", "least", "most"],
     do_not_specialize_on_alignment=["lens_ptr"],
 )
 def _split_kernel(
-    lens_ptr, first_ptr, seq_ptr, chunk_ptr, sequences, target, least, most,
-    FIXED: tl.constexpr, CUMULATIVE: tl.constexpr, MULTIPLE: tl.constexpr, BLOCK_B: tl.constexpr,
+    lens_ptr, first_ptr, seq_ptr, chunk_ptr, sequences, slots, least, most,
+    FIXED: tl.constexpr, CUMULATIVE: tl.constexpr, MULTIPLE: tl.constexpr, START: tl.constexpr,
+    SIZES: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BLOCK_B)
     inside = b < sequences
@@ -69,29 +75,37 @@ def _split_kernel(
     lens = tl.minimum(lens, most)
     chunk = least
     if not FIXED:
-        even = tl.cdiv(tl.sum(lens, axis=0), target)
-        chunk = tl.cdiv(tl.maximum(even, least), MULTIPLE) * MULTIPLE
+        total = tl.sum(lens, axis=0)
+        longest = tl.max(lens, axis=0)
+        least_cost = 1 << 30
+        for i in tl.static_range(SIZES):
+            even = tl.maximum(tl.cdiv(total, slots << i), least)
+            size = tl.cdiv(even, MULTIPLE) * MULTIPLE
+            rounds = tl.cdiv(tl.sum((lens + size - 1) // size, axis=0), slots)
+            cost = rounds * (tl.minimum(size, longest) + START)
+            chunk = tl.where(cost < least_cost, size, chunk)
+            least_cost = tl.minimum(cost, least_cost)
     items = (lens + chunk - 1) // chunk
     ends = tl.cumsum(items, axis=0)
     starts = ends - items
     tl.store(first_ptr, 0)
     tl.store(first_ptr + 1 + b, ends, mask=inside)
     tl.store(chunk_ptr, chunk)
-    longest = tl.max(items, axis=0)
+    parts = tl.max(items, axis=0)
     i = 0
-    while i < longest:
+    while i < parts:
         tl.store(seq_ptr + starts + i, b, mask=inside & (i < items))
         i += 1
 
 
 def _run_split(
-    lens: Tensor, split: Split, target: int, least: int, most: int | None, cumulative: bool
+    lens: Tensor, split: Split, slots: int, least: int, most: int | None, cumulative: bool
 ) -> Split:
     sequences = split.first_B1.shape[0] - 1
     _split_kernel[(1,)](
-        lens, split.first_B1, split.seq_W, split.chunk, sequences, target, least,
+        lens, split.first_B1, split.seq_W, split.chunk, sequences, slots, least,
         (1 << 30) if most is None else most,
-        FIXED=target == 0, CUMULATIVE=cumulative, MULTIPLE=MULTIPLE,
+        FIXED=slots == 0, CUMULATIVE=cumulative, MULTIPLE=MULTIPLE, START=START_KEYS, SIZES=SIZES,
         BLOCK_B=triton.next_power_of_2(max(sequences, 16)),
     )  # fmt: skip
     return split
@@ -103,17 +117,18 @@ def empty_split(sequences: int, items: int, device: torch.device | str) -> Split
 
 
 def split_keys(
-    lens_B: Tensor, target: int, window: int | None = None, out: Split | None = None
+    lens_B: Tensor, slots: int, window: int | None = None, out: Split | None = None
 ) -> Split:
-    """Items of decoding, about `target` of them, at least 128 keys each.
+    """Items of decoding. Their length, at least 128 keys, is the one that takes the fewest rounds
+    of `slots` items at once, weighed by length: few long ones cost least where they come out even.
 
     Args:
         lens_B: int, keys of each sequence; 0 for an empty row. At most `window` of them are read.
-        out: where to write, from an earlier call of the same B and target.
+        out: where to write, from an earlier call of the same B and slots.
     """
     B = lens_B.shape[0]
-    split = out or empty_split(B, target + B, lens_B.device)
-    return _run_split(lens_B, split, target, MULTIPLE, window, False)
+    split = out or empty_split(B, (slots << (SIZES - 1)) + B, lens_B.device)
+    return _run_split(lens_B, split, slots, MULTIPLE, window, False)
 
 
 def split_queries(cu_B1: Tensor, rows: int, tile: int, out: Split | None = None) -> Split:
@@ -164,31 +179,33 @@ def weights_operand(p, dtype: tl.constexpr):
 @triton.jit
 def _merge_kernel(
     part_ptr, lse_ptr, first_ptr, out_ptr, heads, stride_b, stride_h,
-    WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, ITEMS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, ITEMS: tl.constexpr,
 ):  # fmt: skip
-    b, h = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = v < WIDTH
+    inside = (h < heads)[:, None] & (v < WIDTH)[None, :]
     item = tl.load(first_ptr + b)
     last = tl.load(first_ptr + b + 1)
-    best = tl.full((1,), -1e30, tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((BLOCK_V,), tl.float32)
+    best = tl.full((BLOCK_H,), -1e30, tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
     while item < last:
         w = item + tl.arange(0, ITEMS)
-        row = w.to(tl.int64) * heads + h
-        lse = tl.load(lse_ptr + row, mask=w < last, other=-1e30)
-        here = (w < last)[:, None] & inside[None, :]
-        part = tl.load(part_ptr + row[:, None] * WIDTH + v[None, :], mask=here, other=0.0)
+        row = w[:, None].to(tl.int64) * heads + h[None, :]
+        here = (w < last)[:, None] & (h < heads)[None, :]
+        lse = tl.load(lse_ptr + row, mask=here, other=-1e30)
+        at = part_ptr + row[:, :, None] * WIDTH + v[None, None, :]
+        part = tl.load(at, mask=here[:, :, None] & (v < WIDTH)[None, None, :], other=0.0)
         higher = tl.maximum(best, tl.max(lse, axis=0))
-        weight = tl.where(w < last, tl.exp2(lse - higher), 0.0)
+        weight = tl.where(here, tl.exp2(lse - higher[None, :]), 0.0)
         shrink = tl.exp2(best - higher)
-        acc = acc * shrink + tl.sum(part * weight[:, None], axis=0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], axis=0)
         total = total * shrink + tl.sum(weight, axis=0)
         best = higher
         item += ITEMS
-    out = tl.where(total > 0, acc / tl.where(total > 0, total, 1.0), 0.0)
-    at = out_ptr + b.to(tl.int64) * stride_b + h * stride_h + v
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]  # zeros where there was no item
+    at = out_ptr + b.to(tl.int64) * stride_b + h[:, None] * stride_h + v[None, :]
     tl.store(at, cast_rows(out, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
@@ -196,10 +213,14 @@ def merge(part_WhV: Tensor, lse_Wh: Tensor, split: Split, out_BhV: Tensor) -> Te
     """Sequences from their items. part: fp32, each item's own softmax average; lse: the base-2
     logarithm of its sum of weights. A sequence without items gives zeros."""
     _, heads, width = part_WhV.shape
-    block = min(128, triton.next_power_of_2(width))
-    _merge_kernel[(out_BhV.shape[0], heads, triton.cdiv(width, block))](
+    # Few rows have many items each, and many rows few.
+    many = out_BhV.shape[0] * heads >= 4096
+    block_h, items = (4, 4) if many else (1, 16)
+    block_v = min(512 if many else 128, triton.next_power_of_2(width))
+    grid = (out_BhV.shape[0], triton.cdiv(heads, block_h), triton.cdiv(width, block_v))
+    _merge_kernel[grid](
         part_WhV, lse_Wh, split.first_B1, out_BhV, heads, out_BhV.stride(0), out_BhV.stride(1),
-        WIDTH=width, BLOCK_V=block, ITEMS=16, num_warps=4,
+        WIDTH=width, BLOCK_V=block_v, BLOCK_H=block_h, ITEMS=items, num_warps=4,
     )  # fmt: skip
     return out_BhV
 

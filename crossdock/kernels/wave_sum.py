@@ -2,7 +2,8 @@
 """Experts' rows of one wave weighed and added to the sums of their tokens, in fp32.
 
 A wave works on places first <= p < first + W of a grouped layout.
-places [N=2, K=2] = (0 5), (-1 4); W = 4: wave 0 adds y[0] to row 0, wave 1 (first = 4) adds y[1] to row 0 and y[0] to row 1.
+places [N=2, K=2] = (0 5), (-1 4); W = 4: wave 0 adds y[0] to row 0, wave 1 (first = 4) adds y[1]
+to row 0 and y[0] to row 1.
 """
 
 import torch

@@ -149,8 +149,9 @@ class EngineClient:
     def close(self) -> None:
         """Ends all rank processes; open requests end with finish_reason "abort"."""
         self.balancer.close()
-        with self._lock:
+        with self._changed:
             self._closed = True
+            self._changed.notify_all()
         self._cluster.close(None if self.failure else Stop())
         self._end_all(Update(0, finish_reason="abort"))
 
@@ -178,10 +179,7 @@ class EngineClient:
         params = self._check(prompt, params)
         opened = _Open(next(self._serials), prompt, params, on_update)
         with self._lock:
-            if self.failure is not None:
-                raise RankLost(self.failure)
-            if self._closed:
-                raise CrossdockError("the engine is closed")
+            self._check_open()
             if request_id in self._open:
                 raise RequestError(f"request id {request_id!r} is already in use")
             self._open[request_id] = opened
@@ -253,12 +251,30 @@ class EngineClient:
 
     def snapshots(self, timeout: float = 0.5) -> list[Snapshot]:
         """The metrics of every rank, fresh if they answer in time, else the last heard."""
+        return self._snapshots_within(timeout)[1]
+
+    def _snapshots_within(self, timeout: float) -> tuple[bool, list[Snapshot]]:
+        """Whether all are fresh, and those there are."""
         with self._changed:
-            if self.failure is None:
+            fresh = False
+            if not self._over:
                 self._fresh.clear()
                 self._cluster.broadcast(Report())
-                self._changed.wait_for(lambda: len(self._fresh) == self.config.ranks, timeout)
-            return [self._snapshots[rank] for rank in sorted(self._snapshots)]
+                ranks = self.config.ranks
+                self._changed.wait_for(lambda: self._over or len(self._fresh) == ranks, timeout)
+                fresh = len(self._fresh) == ranks
+            return fresh, [self._snapshots[rank] for rank in sorted(self._snapshots)]
+
+    @property
+    def _over(self) -> bool:
+        return self._closed or self.failure is not None
+
+    def _check_open(self) -> None:
+        """Raises RankLost if the engine has failed, CrossdockError if it was closed."""
+        if self.failure is not None:
+            raise RankLost(self.failure)
+        if self._closed:
+            raise CrossdockError("the engine is closed")
 
     # -- placements ------------------------------------------------------------------------------
 
@@ -275,12 +291,11 @@ class EngineClient:
         """The ranks' totals now.
 
         Raises:
-            RankLost, CrossdockError: the engine has failed, or a rank did not answer.
+            RankLost, CrossdockError: the engine is failed or closed, or a rank did not answer.
         """
-        snapshots = self.snapshots(self.config.deadline_s)
-        if self.failure is not None:
-            raise RankLost(self.failure)
-        if len(self._fresh) < self.config.ranks:
+        fresh, snapshots = self._snapshots_within(self.config.deadline_s)
+        self._check_open()
+        if not fresh:
             raise CrossdockError("not all ranks reported their loads in time")
         return Reading.of(time.monotonic(), snapshots)
 
@@ -290,18 +305,15 @@ class EngineClient:
 
         Raises:
             Busy: another move is under way.
-            RankLost, CrossdockError: the engine has failed, or did not end in time.
+            RankLost, CrossdockError: the engine is failed or closed, or did not end in time.
         """
         with self._changed:
-            if self.failure is not None:
-                raise RankLost(self.failure)
+            self._check_open()
+            message = self._moves.begin(slot_expert_LP, self._wave + 1)
             self._wave += 1
-            self._cluster.broadcast(self._moves.begin(slot_expert_LP, self._wave))
-            self._changed.wait_for(
-                lambda: self.failure is not None or not self._moves.under_way, timeout
-            )
-            if self.failure is not None:
-                raise RankLost(self.failure)
+            self._cluster.broadcast(message)
+            self._changed.wait_for(lambda: self._over or not self._moves.under_way, timeout)
+            self._check_open()
             if self._moves.under_way:
                 missing = self._moves.missing()
                 raise CrossdockError(f"ranks {missing} did not end a rebalance in {timeout:g} s")

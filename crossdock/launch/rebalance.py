@@ -77,11 +77,15 @@ class Balancer:
         """The engine is ready."""
         if self.config.rebalance == "off":
             return
-        self._base = self.mover.reading()
+        self.begin_window()
         threading.Thread(target=self._run, daemon=True, name="balancer").start()
 
     def close(self) -> None:
         self._stop.set()
+
+    def begin_window(self) -> None:
+        """Forgets the load seen so far, and a last move that was not judged yet."""
+        self._base, self._last, self._unjudged = self.mover.reading(), None, None
 
     def rebalance(self, policy: str | None = None) -> Outcome:
         """Plans from the load since the last window or move, and moves to what is better.

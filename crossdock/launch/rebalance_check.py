@@ -17,6 +17,7 @@ from crossdock.core import (
     SamplingParams,
     load_spec,
 )
+from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.launch.llm import LLM
 from crossdock.models.hub import resolve_model
 
@@ -83,18 +84,15 @@ def prove(
             want, dtype = ask(llm), str(llm.client.info[0]["dtype"])
         rounding = 0.0 if mode == "invariant" else ROUNDING[dtype]
         for count in ranks:
-            on_stage(f"{mode}: {count} ranks, experts on the move")
-            moving = {"redundant_experts": _redundant(spec, count), "rebalance": "manual"}
-            with LLM(model, count, **shared, **moving, rebalance_step_mib=0.25) as llm:
+            on_stage(f"{mode}: {count} rank{'s' * (count > 1)}, experts on the move")
+            with LLM(model, count, **shared, **_movable(spec, count)) as llm:
                 with _moving(llm) as moved:
                     got = ask(llm)
                 steps = llm.client.reading().steps
                 slots = llm.client.placement.slots_per_rank * count
             worst, differ = compare(want, got, rounding)
             layers = sum(moved)
-            yield Proof(
-                mode, count, slots, len(moved), layers, steps, len(want), differ, worst
-            )
+            yield Proof(mode, count, slots, len(moved), layers, steps, len(want), differ, worst)
 
 
 def compare(want: Sequence[float], got: Sequence[float], rounding: float) -> tuple[float, int]:
@@ -106,10 +104,17 @@ def compare(want: Sequence[float], got: Sequence[float], rounding: float) -> tup
     return float(np.nanmax(off, initial=0.0)), int(wrong.sum())
 
 
-def _redundant(spec: ModelSpec, ranks: int) -> int:
-    """Slots for replicas: an eighth of the experts or a slot a rank."""
+def _movable(spec: ModelSpec, ranks: int) -> dict[str, Any]:
+    """Slots for replicas, an eighth of the experts or one a rank; and no layer moved in one step,
+    nor in many."""
     experts = spec.moe.num_experts
-    return -experts % ranks + ranks * max(1, experts // (8 * ranks))
+    redundant = -experts % ranks + ranks * max(1, experts // (8 * ranks))
+    layer_bytes = (experts + redundant) // ranks * spec.expert_params * DTYPE_BYTES["float32"]
+    return {
+        "redundant_experts": redundant,
+        "rebalance": "manual",
+        "rebalance_step_mib": layer_bytes / 2 / (1 << 20),
+    }
 
 
 def _answers(llm: LLM) -> list[float]:

@@ -39,6 +39,7 @@ def explain(answer: Answer, lengths: np.ndarray | None = None) -> dict[str, list
         "Imbalance": _imbalance(answer),
         "Communication of one MoE layer per GPU, EP beside TP": _communication(answer),
         "Tensor-parallel shards": _shards(answer),
+        **_dense(answer),
         "KV pages": _pages(answer, lengths),
         "Choice": _choice(answer),
     }
@@ -167,19 +168,27 @@ def _shards(answer: Answer) -> list[str]:
     fitting = ", ".join(map(str, aligned_tp_sizes(q.spec, dtype, "tp")))
     lines = [f"TP sizes that need no padding, experts by TP: {fitting}"]
     width = answer.tensor_parallel.decode.point.layout.tp if answer.tensor_parallel else 8
-    lines += [shard.line() for shard in shards(q.spec, width, dtype, "tp")]
+    return lines + [shard.line() for shard in shards(q.spec, width, dtype, "tp")]
+
+
+def _dense(answer: Answer) -> dict[str, list[str]]:
+    """Tensor against data parallelism of the dense layers, by role."""
+    q = answer.question
     if len(q.spec.moe_layers) == q.spec.num_layers:
-        return lines
-    for role, side, graphs in (
-        ("prefill", answer.best.prefill, 0),
-        ("decode", answer.best.decode, DECODE_GRAPHS),
-    ):
-        tokens = max(1, round(side.point.batch))
-        advice = advise_dense(
-            q.spec, side.point.layout.gpus, tokens, graphs=graphs, weights_dtype=dtype
+        return {}
+    sides = (("prefill", answer.best.prefill, 0), ("decode", answer.best.decode, DECODE_GRAPHS))
+    return {
+        f"Dense layers, {role}": list(
+            advise_dense(
+                q.spec,
+                side.point.layout.gpus,
+                max(1, round(side.point.batch)),
+                graphs=graphs,
+                weights_dtype=q.formats.weights_dtype,
+            ).lines
         )
-        lines += [f"{role}, dense layers: {line}" for line in advice.lines]
-    return lines
+        for role, side, graphs in sides
+    }
 
 
 def _pages(answer: Answer, lengths: np.ndarray | None) -> list[str]:

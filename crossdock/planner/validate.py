@@ -24,6 +24,7 @@ from statistics import median
 from typing import Any
 
 from crossdock.core import ConfigError, MoESpec
+from crossdock.core.recipes import read_toml, recipes_dir
 from crossdock.planner.calibration import DEFAULT, Calibration
 from crossdock.planner.cost import (
     BYTES,
@@ -38,7 +39,6 @@ from crossdock.planner.cost.terms import Product
 from crossdock.planner.describe import load_model
 from crossdock.planner.hardware import Hardware, load_hardware
 from crossdock.planner.layout import Layout
-from crossdock.core.recipes import read_toml, recipes_dir
 
 Values = Mapping[str, Any]
 RUN_TOKENS = 8192

@@ -17,6 +17,7 @@ from crossdock.metrics.exposition import CONTENT_TYPE
 from crossdock.server.answer import Answer
 from crossdock.server.border import EngineClient
 from crossdock.server.errors import JSON, ApiError, from_engine
+from crossdock.server.experts import rebalance, record_loads
 from crossdock.server.gate import Gate
 from crossdock.server.intake import chat_job, check_ids, completion_job, encode, render
 from crossdock.server.mailbox import Mailbox
@@ -25,6 +26,8 @@ from crossdock.server.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    LoadBody,
+    RebalanceBody,
     TokenizeBody,
     parse,
 )
@@ -103,6 +106,16 @@ async def detokenize(request: Request) -> Response:
     return JSON({"prompt": text})
 
 
+async def expert_load(request: Request) -> Response:
+    _, client, body = await _begin(request, LoadBody)
+    return JSON(await record_loads(client, body))
+
+
+async def expert_rebalance(request: Request) -> Response:
+    _, client, body = await _begin(request, RebalanceBody)
+    return JSON(await rebalance(client, body))
+
+
 async def models(request: Request) -> Response:
     service = _service(request)
     return JSON({"object": "list", "data": [_model_card(service, service.ready())]})
@@ -140,6 +153,8 @@ async def exposition(request: Request) -> Response:
 _ROUTES = (
     ("POST", "/v1/completions", completions),
     ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/experts/load", expert_load),
+    ("POST", "/v1/experts/rebalance", expert_rebalance),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/tokenize", tokenize),

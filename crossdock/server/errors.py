@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from crossdock.core import RankLost, RequestError, UserError
+from crossdock.core import Busy, RankLost, RequestError, UserError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -59,6 +59,8 @@ def from_engine(error: Exception) -> ApiError:
     """What an error of the engine's client means to an HTTP client."""
     if isinstance(error, RequestError):
         return ApiError(400, str(error), error.param)
+    if isinstance(error, Busy):
+        return ApiError(409, str(error), code="busy", headers={"Retry-After": "1"})
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, RankLost):

@@ -158,6 +158,14 @@ class DetokenizeBody(_Body):
     tokens: list[int]
 
 
+class LoadBody(_Body):
+    action: Literal["start", "stop", "dump", "reset"]
+
+
+class RebalanceBody(_Body):
+    policy: Literal["sticky", "eplb"] | None = None
+
+
 Body = TypeVar("Body", bound=_Body)
 
 

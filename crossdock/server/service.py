@@ -43,6 +43,7 @@ class Service:
                 client.config.ranks,
                 client.spec.moe.top_k,
                 client.config.load_window_tokens,
+                client.balancer.totals,
             )
         )
         self.client = client

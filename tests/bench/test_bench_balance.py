@@ -28,6 +28,7 @@ def test_a_whole_run(tmp_path):
     document = json.loads(path.read_text())
     assert {case["name"] for case in document["cases"]} == {
         "eplb_planning",
+        "eplb_planning_processor",
         "small_fullest_rank",
         "generator_imbalance",
         "drift_imbalance",

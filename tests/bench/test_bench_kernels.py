@@ -8,17 +8,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from crossdock.bench import comm_gpus, experts, moe
-from crossdock.bench.comm_case import KNOWN, LINK, OURS, OURS_TWO, CommCase
+from crossdock.bench.comm_case import KNOWN, LINK, OTHER_FORMS, OURS, CommCase, draw
+from crossdock.bench.comm_check import check_case
 from crossdock.bench.comm_deepep import find_deep_ep
+from crossdock.bench.comm_nvlink import NvlinkCase
 from crossdock.bench.figures import DEEP_EP
 from crossdock.bench.moe_parts import Span, parts_of
+from crossdock.bench.rank_world import join
 from crossdock.bench.ranks import choose_ranks
-from crossdock.comm import LocalLockstep
-from crossdock.core import ConfigError
+from crossdock.comm import LocalLockstep, SharedMemory
+from crossdock.core import ConfigError, CrossdockError
 
 H200 = "2 x NVIDIA H200"
+TWO, ONE = OTHER_FORMS
 FULL = {"ranks": 2, "hidden": 7168, "experts": 256, "top_k": 8}
 
 
@@ -37,9 +42,9 @@ def test_busiest_link_counts_what_crosses():
 def timed(case, **graph_us):
     times = {
         (OURS, "dispatch_to_rows"): [180.0, 190.0, 200.0],
-        (OURS_TWO, "dispatch_to_rows"): [210.0],
+        (TWO, "dispatch_to_rows"): [210.0],
         (OURS, "combine"): [250.0],
-        (OURS_TWO, "combine"): [270.0],
+        (ONE, "combine"): [270.0],
         (f"NCCL {KNOWN}", "dispatch"): [284.0],
         (f"NCCL {KNOWN}", "combine"): [300.0],
         (LINK, "copy"): [1000.0],
@@ -56,13 +61,13 @@ def test_comm_report():
     found = {(c["name"], c["shape"]["variant"].split(", normal")[0]): c for c in document["cases"]}
     rows = found["dispatch_to_rows", OURS]
     assert (rows["median"], rows["target"], rows["reached"]) == (190.0, 200.0, True)
-    assert rows["against"] == {OURS_TWO: 210.0, f"NCCL {KNOWN}": 284.0, DEEP_EP: 355.0}
+    assert rows["against"] == {TWO: 210.0, f"NCCL {KNOWN}": 284.0, DEEP_EP: 355.0}
     assert rows["wire_GBps"] == pytest.approx(4000 * 14336 / 190e-6 / 1e9)
     copy_rate = (256 << 20) / 1000e-6 / 1e9
     assert rows["share_of_copy"] == pytest.approx(rows["wire_GBps"] / copy_rate)
     assert (rows["eager_us"], rows["timed"], rows["programs"]) == (380.0, "graph", 528)
     combine = found["combine", OURS]
-    assert combine["against"] == {OURS_TWO: 270.0, f"NCCL {KNOWN}": 300.0, DEEP_EP: 427.0}
+    assert combine["against"] == {ONE: 270.0, f"NCCL {KNOWN}": 300.0, DEEP_EP: 427.0}
     assert found["combine", f"NCCL {KNOWN}"]["target"] is None
     assert document["copy_GBps"] == pytest.approx(copy_rate)
 
@@ -108,7 +113,7 @@ def test_comm_in_the_interpreter(tmp_path, monkeypatch):
         by_who.setdefault(found.shape["variant"].split(", low")[0], []).append(found)
     ours = by_who[OURS]
     names = ["dispatch_to_rows", "dispatch_to_ready", "combine", "round_trip"]
-    assert [c.name for c in ours] == names == [c.name for c in by_who[OURS_TWO]]
+    assert [c.name for c in ours] == names == [c.name for c in by_who[TWO]]
     assert all(c.n == 4 and c.median > 0 for c in ours)
     assert report.notes["interpreter"] and "interpreter" in report.device
     assert report.notes["deep_ep"] == "0"
@@ -123,6 +128,43 @@ def test_deep_ep_that_cannot_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(__version__="1.2.1"))
     others = SimpleNamespace(exchange=lambda values: [tuple(values), (0,)])
     assert find_deep_ep(SimpleNamespace(lockstep=others))[0] is None  # another rank has it not
+
+
+@pytest.fixture
+def lone_rank(tmp_path):
+    memory = SharedMemory.create(4 << 20)
+    settings = {"rank": 0, "ranks": 1, "device": "cpu", "fd": memory.fd}
+    yield join({**settings, "rendezvous": str(tmp_path / "store")})
+    memory.close_fd()
+
+
+WRONG = {
+    "rows": lambda out: out.rows.view(torch.uint8)[1, 3].add_(1),
+    "masked": lambda out: out.x.view(torch.uint8)[int(out.counts_S.argmax()), 0, 5].sub_(1),
+    "home_of_rows": lambda out: out[1, 7].add_(0.5),
+    "home_of_masked": lambda out: out[0, 7].add_(0.5),
+    "grouped": lambda out: out[2][0].view(torch.uint8)[out[1].places_NK[0, 0], 2].add_(1),
+    "home_of_segments": lambda out: out[1, 7].add_(0.5),
+}
+
+
+@pytest.mark.parametrize("method", [None, *WRONG])
+def test_the_check_finds_what_is_wrong(lone_rank, monkeypatch, method):
+    normal = method in ("grouped", "home_of_segments")
+    case = CommCase(1, 3, 264 if normal else 3, 128, 4, 2, fp8=method == "rows")
+    nvlink = NvlinkCase(case, lone_rank, draw(case, 0, 1, lone_rank.device))
+    if method is None:
+        return check_case(nvlink, lone_rank, 2)
+    right = getattr(nvlink, method)
+
+    def wrong(*args):
+        out = right(*args)
+        WRONG[method](out)
+        return out
+
+    monkeypatch.setattr(nvlink, method, wrong)
+    with pytest.raises(CrossdockError, match="check against the collective transport"):
+        check_case(nvlink, lone_rank, 2)
 
 
 def test_parts_of_a_layer():

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from crossdock.comm import build_transport, build_world
 from crossdock.comm.nvlink import NvlinkLayout, build_nvlink
 from crossdock.comm.paths import PathBytes
+from crossdock.comm.waiting import Waiter
 from crossdock.core import RankLost, Routing, Rows
 from crossdock.kernels.combine import reduce_rows_torch
 from crossdock.kernels.dispatch import staging_torch
@@ -55,6 +56,8 @@ class Rank:
         world = self.world
         # Host buffers lie where those of the case before did.
         world.lockstep.exchange([self.built])
+        if "deadline" in case:
+            world = replace(world, waiter=Waiter(world.board, case["deadline"]))
         if self.device.type == "cuda":
             store = dist.FileStore(f"{self.rendezvous}.symmetric{self.built}", world.size)
             world = replace(world, store=store)

@@ -139,6 +139,8 @@ def test_what_does_not_suit_the_buffers_is_refused_before_a_launch():
     exchange.combine_rows(0, arrived.rows.clone(), arrived)  # and it still works
     with pytest.raises(CrossdockError, match="weights must be"):
         exchange.combine_home(0, slots, weights[:3])
+    with pytest.raises(CapacityError, match=f"{T + 1} tokens in a step"):
+        exchange.combine_home(0, *step(T + 1)[1:])
     settled(exchange)
 
 

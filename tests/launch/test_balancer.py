@@ -1,7 +1,8 @@
-"""The driver of rebalances: on a scripted engine what it records, on a real one that it balances."""
+"""What rebalances record, on a scripted engine; and that a real one balances itself."""
 
 import logging
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ class FakeMover:
 
 def balancer(mover):
     made = Balancer(mover, lambda: mover.now)
-    made._base = mover.reading()
+    made.begin_window()
     return made
 
 
@@ -130,6 +131,29 @@ def test_one_at_a_time_and_only_where_it_is_on():
         balancer(idle).rebalance()
 
 
+def test_the_thread_looks_by_itself_until_closed(caplog):
+    mover, moved = FakeMover(), threading.Event()
+    mover.config = replace(mover.config, rebalance_interval_s=1e-3)
+    answers = iter([CrossdockError("a rank did not answer"), RuntimeError("a policy failed")])
+
+    def rebalance(slots):
+        for error in answers:  # neither ends the thread
+            raise error
+        moved.set()
+        return mover.succeed(slots)
+
+    mover.ends = rebalance
+    made = Balancer(mover, lambda: mover.now * 1e3)  # what is an interval for it is none for us
+    made.start()
+    assert moved.wait(30)
+    made.close()
+    assert "no look at the loads: a rank did not answer" in caplog.text
+    assert "planning failed" in caplog.text and "a policy failed" in caplog.text
+    off = FakeMover("off")
+    Balancer(off).start()
+    assert off.now == 0  # nobody asked the ranks
+
+
 def test_a_placement_is_taken_over_as_far_as_it_got():
     now = linear_placement(3, 6, 2)
     target = now.slot_expert_LP.copy()
@@ -173,6 +197,37 @@ def test_a_recording_of_windows():
         recording.dump()
 
 
+def test_closing_ends_a_move_that_waits(storyteller):
+    """Nobody is left waiting for ranks that are gone."""
+    said = []
+    with LLM(str(storyteller), ranks=2, device="cpu", rebalance="manual") as llm:
+        client = llm.client
+        waiting = threading.Event()
+        wait_for = client._changed.wait_for
+
+        def wait(predicate, timeout=None):
+            waiting.set()
+            return wait_for(predicate, timeout)
+
+        client._changed.wait_for = wait
+        client._cluster.broadcast = lambda message: None  # the ranks never hear of it
+
+        def move():
+            try:
+                client.rebalance(client.placement.slot_expert_LP[:, ::-1])
+            except CrossdockError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=move)
+        thread.start()
+        assert waiting.wait(30)
+        del client._cluster.broadcast
+        with pytest.raises(Busy):
+            client.rebalance(client.placement.slot_expert_LP)
+    thread.join(30)
+    assert said == ["the engine is closed"]
+
+
 def test_an_engine_that_starts_badly_balances_itself(storyteller):
     prompts = [f"Once upon a time there was a {w}" for w in ("dog", "cat", "fox", "girl")] * 2
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -186,7 +241,7 @@ def test_an_engine_that_starts_badly_balances_itself(storyteller):
         assert (loads.load_WLE[0].sum(axis=1) == rows * client.spec.moe.top_k).all()
         popular = np.argsort(-loads.load_WLE[0], axis=1, kind="stable")
         assert client.rebalance(popular, 60).error is None  # the popular half on rank 0
-        client.balancer._base = client.reading()
+        client.balancer.begin_window()
         llm.generate(prompts, params)
         outcome = client.balancer.look()
         assert outcome.result == "moved" and outcome.plan.gain > 0.2

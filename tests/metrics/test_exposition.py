@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from crossdock.core.messages import Snapshot
 from crossdock.metrics import GatewayMetrics, Recorder
 from crossdock.metrics.exposition import Engine
+from crossdock.metrics.rebalances import Rebalances
 
 
 class Clock:
@@ -81,6 +82,44 @@ def test_sums_over_ranks_and_keeps_ranks_apart_where_asked():
     assert seen["all_to_all_bytes_total", ("path", "node")] == 20
     assert seen["all_to_all_bytes_total", ("path", "self")] == 20
     assert seen["step_seconds_total", ("part", "step")] == 2.0
+
+
+def test_waits_are_by_step_and_idle_experts_by_layer():
+    clock = Clock()
+    snapshots = [snapshot(0, [[4, 0, 0], [1, 1, 1]], [[4], [3]], wait=0.5)]
+    snapshots += [snapshot(1, [[0, 0, 2], [0, 0, 0]], [[2], [0]], wait=0.1)]
+    metrics = attached(snapshots, clock=clock)
+    seen = figures(metrics)
+    assert seen["step_wait_seconds", ("rank", "0")] == 0.5
+    assert seen["step_wait_seconds", ("rank", "1")] == 0.1
+    assert seen["idle_experts", ("layer", "1")] == 1
+    assert seen["idle_experts", ("layer", "3")] == 0
+    clock.now += 40
+    later = snapshot(0, [[4, 0, 0], [1, 1, 1]], [[4], [3]], wait=0.9)
+    later.values["calls"]["step"] = 5
+    snapshots[0] = later
+    seen = figures(metrics)
+    assert seen["step_wait_seconds", ("rank", "0")] == pytest.approx(0.1)  # of the last four
+    assert seen["step_wait_seconds", ("rank", "1")] == 0.1
+
+
+def test_what_became_of_rebalances():
+    record = Rebalances(1.25)
+    metrics = GatewayMetrics()
+    metrics.attach(Engine(lambda: TWO, 2, 2, 1000, record))
+    seen = figures(metrics)
+    for result in ("moved", "unchanged", "failed"):
+        assert seen["rebalance_total", ("result", result)] == 0
+    assert seen["rebalance_threshold",] == 1.25 and ("rebalance_measured_gain",) not in seen
+    record.results["failed"] += 1
+    record.seconds.observe(0.2)
+    record.moved_bytes += 77
+    record.predicted_gain, record.measured_gain = 0.5, -0.25
+    seen = figures(metrics)
+    assert seen["rebalance_total", ("result", "failed")] == 1
+    assert seen["rebalance_seconds_sum",] == 0.2 and seen["rebalance_seconds_count",] == 1
+    assert seen["rebalance_moved_bytes_total",] == 77
+    assert (seen["rebalance_predicted_gain",], seen["rebalance_measured_gain",]) == (0.5, -0.25)
 
 
 def test_load_figures_of_the_running_window():

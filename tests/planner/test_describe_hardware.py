@@ -4,8 +4,8 @@ import tomllib
 import pytest
 
 from crossdock.core import ConfigError
-from crossdock.planner.hardware import hardware_toml, load_hardware
 from crossdock.core.recipes import find_recipe, recipe_names, recipes_dir
+from crossdock.planner.hardware import hardware_toml, load_hardware
 
 FILE = """
 memory_mib = 1024

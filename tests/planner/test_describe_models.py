@@ -2,11 +2,10 @@ import json
 
 import pytest
 
-from crossdock.core import CheckpointError, ConfigError, MLASpec, UserError, load_spec
-from crossdock.core import recipes
+from crossdock.core import CheckpointError, ConfigError, MLASpec, UserError, load_spec, recipes
+from crossdock.core.recipes import find_recipe, recipe_names
 from crossdock.planner.describe import load_model
 from crossdock.planner.facts import model_facts, native_dtype
-from crossdock.core.recipes import find_recipe, recipe_names
 
 DIMENSIONS = """
 num_hidden_layers = 4

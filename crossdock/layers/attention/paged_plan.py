@@ -59,9 +59,9 @@ class PagedPlanner:
         self.rope, self.mla = rope, isinstance(spec, MLASpec)
         self.window = None
         if isinstance(spec, MLASpec):
-            self.items, group = attention_mla.decode_items(spec.num_heads, device), 1
+            self.slots, group = attention_mla.decode_slots(spec.num_heads, device), 1
         else:
-            self.items = attention_gqa.decode_items(spec.num_kv_heads, device)
+            self.slots = attention_gqa.decode_slots(spec.num_kv_heads, device)
             group, self.window = spec.num_heads // spec.num_kv_heads, spec.sliding_window
         self.tile = tile_tokens(group)
 
@@ -85,7 +85,7 @@ class PagedPlanner:
         return PagedPlan(positions_T, slots_T, cos, sin, page_size, self.window, decode, prefill)
 
     def decode(self, table_BP: Tensor, lens_B: Tensor) -> PagedDecode:
-        split = split_keys(lens_B, self.items, self.window)
+        split = split_keys(lens_B, self.slots, self.window)
         return PagedDecode(lens_B.shape[0], table_BP, lens_B, split)
 
     def _prefill(self, batch: ForwardBatch, lens_B: Tensor, page_size: int) -> PagedPrefill:

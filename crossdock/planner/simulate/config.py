@@ -110,7 +110,8 @@ class SimConfig:
 
     `stand_for`: groups that one simulated group stands for; one in `stand_for` arrivals, drawn at
     random, is simulated. What the other groups do in a step is taken from what the simulated ones
-    did in the steps before; steps come out up to 10% too long where few of them hold a prompt.
+    did in the `stand_for` steps before, so a run should be many times that long; steps come out up
+    to 10% too long where few of them hold a prompt.
     `warmup_s`: requests that arrive earlier are not in the statistics (None: a tenth of the time).
     Limits in seconds, for goodput.
     """

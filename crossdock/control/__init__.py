@@ -1,0 +1,16 @@
+"""When to move experts: pure decisions over readings of the ranks. Knows no engine and no clock."""
+
+from crossdock.control.rebalance import History, Proposal, decide, enough, judged, moved, propose
+from crossdock.control.window import Reading, Window
+
+__all__ = [
+    "History",
+    "Proposal",
+    "Reading",
+    "Window",
+    "decide",
+    "enough",
+    "judged",
+    "moved",
+    "propose",
+]

@@ -1,0 +1,184 @@
+"""Whether to move experts now, and where: gain over a horizon against the measured cost of moving.
+
+A step waits for its fullest rank in every layer. So of the part of a step that experts take, a
+placement saves as much as it lowers the sum over layers of the fullest rank's load.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from crossdock.balance import POLICIES, Answer, Problem, diff, imbalance, settle
+from crossdock.control.window import Window
+from crossdock.core import ConfigError, EngineConfig, Placement
+
+SERVED = ("sticky", "eplb")
+"""Policies whose placements are served: those that want an expert's replicas to share evenly, as
+the hash that chooses among them does."""
+HORIZON = 10
+"""Intervals for which a placement is expected to serve: what it gains in them is its gain."""
+BYTES_PER_S = 1e9
+"""What steps are taken to lose to a move until one was measured: a second for so many bytes."""
+CHEAPEST = 0.1
+"""Part of that below which a measured cost is not believed."""
+GPU_EXPERT_SHARE = 0.3
+"""Of a step, where its parts are not timed on the device."""
+MIN_TOKENS = 16
+"""Per expert on average: windows with fewer say too little about what is popular."""
+MOST_BACKOFF = 16
+
+
+@dataclass(frozen=True)
+class History:
+    """What moves so far have taught.
+
+    moved_at: when the last one ended. floor: the imbalance it was to leave. cost_per_byte: seconds
+    of steps lost per byte, None before the first. backoff: of the interval, doubled by a move that
+    failed or gained less than half of what was predicted.
+    """
+
+    moved_at: float | None = None
+    floor: float = 1.0
+    cost_per_byte: float | None = None
+    backoff: int = 1
+
+    @property
+    def seconds_per_byte(self) -> float:
+        least = CHEAPEST / BYTES_PER_S
+        return 1 / BYTES_PER_S if self.cost_per_byte is None else max(self.cost_per_byte, least)
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal:
+    """A placement and what is expected of it.
+
+    imbalance_before, imbalance_after: by layer, for the window's load. moves, moved_bytes: copies
+    to make, over all layers. gain: of balancedness, after over before, less 1. gain_s, cost_s:
+    seconds of steps saved over the horizon, and lost to moving.
+    """
+
+    policy: str
+    slot_expert_LP: np.ndarray
+    imbalance_before: tuple[float, ...]
+    imbalance_after: tuple[float, ...]
+    moves: int
+    moved_bytes: int
+    gain: float
+    gain_s: float
+    cost_s: float
+
+
+def enough(window: Window) -> bool:
+    """Whether a window's load can be planned for."""
+    return bool(window.load_LE.sum(axis=1).min() >= MIN_TOKENS * window.load_LE.shape[1])
+
+
+def decide(
+    window: Window,
+    placement: Placement,
+    config: EngineConfig,
+    history: History,
+    expert_bytes: int,
+    now: float,
+) -> tuple[Proposal | None, str]:
+    """What the automatic mode does after a window: a plan to move to, or None; and why.
+
+    Nothing is planned in the interval (times the backoff) after a move, nor while the imbalance is
+    under the threshold, nor until it has risen by half of the threshold's distance from 1 over what
+    the last move was to leave.
+    """
+    wait = config.rebalance_interval_s * history.backoff
+    if history.moved_at is not None and now - history.moved_at < wait:
+        return None, f"the last move was {now - history.moved_at:.0f} s ago, of {wait:g} s"
+    level = _level(window, placement)
+    rise = history.floor + (config.rebalance_threshold - 1) / 2
+    limit = max(config.rebalance_threshold, rise if history.moved_at is not None else 1.0)
+    if level < limit:
+        return None, f"the imbalance is {level:.3f}, under {limit:.3f}"
+    policy = config.rebalance_policy
+    plan = propose(window, placement, config, history, expert_bytes, policy, weigh=True)
+    if not plan.moves or plan.gain <= 0:
+        return None, f"{policy} finds nothing better at an imbalance of {level:.3f}"
+    sums = f"{plan.gain_s:.3g} s of steps gained over the horizon, {plan.cost_s:.3g} s lost"
+    if plan.gain_s <= plan.cost_s:
+        return None, f"not worth it: {sums}"
+    return plan, sums
+
+
+def propose(
+    window: Window,
+    placement: Placement,
+    config: EngineConfig,
+    history: History,
+    expert_bytes: int,
+    policy: str,
+    weigh: bool,
+) -> Proposal:
+    """`weigh`: tell the policy what moving an expert costs, else it is left to its own guess.
+
+    Raises:
+        ConfigError: a policy that is not served, or cannot place this.
+    """
+    if policy not in SERVED:
+        raise ConfigError(f"policy {policy!r}: expected one of {', '.join(SERVED)}")
+    ranks, now_LP = placement.num_ranks, placement.slot_expert_LP
+    tokens_L = window.load_LE.sum(axis=1)
+    before = imbalance(window.load_LE, Answer(now_LP), ranks)
+    worth_s = _horizon_s(window, config)
+    cost_s = expert_bytes * history.seconds_per_byte
+    # The fullest ranks' tokens, over all layers, take `worth_s`: what one of them is worth.
+    tokens = float(before @ tokens_L) / ranks
+    cost = cost_s * tokens / worth_s if weigh and worth_s > 0 else None
+    problem = Problem(
+        window.load_LE,
+        ranks,
+        placement.slots_per_rank,
+        current_LP=now_LP,
+        expert_bytes=expert_bytes,
+        move_cost=cost,
+    )
+    answer = settle(POLICIES[policy](problem), now_LP, ranks)
+    after = imbalance(window.load_LE, answer, ranks)
+    moves = len(diff(now_LP, answer.slot_expert_LP, ranks))
+    left = float(after @ tokens_L) / float(before @ tokens_L)
+    return Proposal(
+        policy,
+        answer.slot_expert_LP,
+        tuple(before.tolist()),
+        tuple(after.tolist()),
+        moves,
+        moves * expert_bytes,
+        1 / left - 1,
+        worth_s * (1 - left),
+        moves * cost_s,
+    )
+
+
+def moved(history: History, plan: Proposal, now: float, lost_s: float, ok: bool) -> History:
+    """After a move that ended at `now` and kept steps `lost_s` longer than usual."""
+    if not ok:
+        return replace(history, moved_at=now, backoff=min(2 * history.backoff, MOST_BACKOFF))
+    cost = lost_s / plan.moved_bytes if plan.moved_bytes else history.seconds_per_byte
+    if history.cost_per_byte is not None:
+        cost = (cost + history.cost_per_byte) / 2
+    floor = float(np.mean(plan.imbalance_after))
+    return replace(history, moved_at=now, floor=floor, cost_per_byte=cost)
+
+
+def judged(history: History, predicted: float, measured: float) -> History:
+    """After the first window that followed a move: gains of balancedness."""
+    good = measured >= predicted / 2
+    return replace(history, backoff=1 if good else min(2 * history.backoff, MOST_BACKOFF))
+
+
+def _level(window: Window, placement: Placement) -> float:
+    """The mean imbalance over layers, as this placement has it for the window's load."""
+    answer = Answer(placement.slot_expert_LP)
+    return float(imbalance(window.load_LE, answer, placement.num_ranks).mean())
+
+
+def _horizon_s(window: Window, config: EngineConfig) -> float:
+    """Seconds that the fullest ranks' experts take over the horizon, going on as in the window."""
+    busy = min(1.0, window.step_s / window.seconds) if window.seconds > 0 else 0.0
+    share = GPU_EXPERT_SHARE if config.device == "cuda" else window.expert_share
+    return HORIZON * config.rebalance_interval_s * busy * share

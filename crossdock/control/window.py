@@ -1,0 +1,75 @@
+"""What was routed, and how long steps took, between two readings of the ranks' totals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from crossdock.core.messages import Snapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """Totals of all ranks at one time.
+
+    expert_LE: tokens routed to each logical expert. rank_LR: rows that each rank's slots worked on.
+    step_s_R, expert_s_R: seconds in steps and in experts; the host's side alone on a GPU.
+    """
+
+    time: float
+    expert_LE: np.ndarray
+    rank_LR: np.ndarray
+    steps: int
+    step_s_R: np.ndarray
+    expert_s_R: np.ndarray
+
+    @classmethod
+    def of(cls, time: float, snapshots: Sequence[Snapshot]) -> "Reading":
+        """`snapshots`: of all ranks, in their order."""
+        values = [snapshot.values for snapshot in snapshots]
+        return cls(
+            time,
+            np.array([v["expert_tokens"] for v in values], dtype=np.int64).sum(axis=0),
+            np.stack([np.array(v["slot_tokens"]).sum(axis=-1) for v in values], axis=1),
+            max(v["calls"].get("step", 0) for v in values),
+            _seconds(values, "step"),
+            _seconds(values, "experts"),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The difference of two readings: `seconds` long, of which `step_s` in the longest rank's
+    steps, of which the part `expert_share` in experts."""
+
+    load_LE: np.ndarray
+    rank_LR: np.ndarray
+    steps: int
+    seconds: float
+    step_s: float
+    expert_share: float
+
+    @classmethod
+    def between(cls, first: Reading, last: Reading) -> "Window":
+        step_s = float((last.step_s_R - first.step_s_R).max())
+        expert_s = float((last.expert_s_R - first.expert_s_R).max())
+        return cls(
+            last.expert_LE - first.expert_LE,
+            last.rank_LR - first.rank_LR,
+            last.steps - first.steps,
+            last.time - first.time,
+            step_s,
+            min(1.0, expert_s / step_s) if step_s > 0 else 0.0,
+        )
+
+    @property
+    def balancedness(self) -> float | None:
+        """What experts take where ranks are even, over what they took: the mean load of a rank over
+        the fullest one's, loads added up over layers. None without load."""
+        fullest = self.rank_LR.max(axis=1).sum()
+        return float(self.rank_LR.mean(axis=1).sum() / fullest) if fullest else None
+
+
+def _seconds(values: Sequence[dict[str, Any]], part: str) -> np.ndarray:
+    return np.array([v["seconds"].get(part, 0.0) for v in values])
