@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,7 +49,8 @@ class LiveOptions:
 
 @dataclass(frozen=True)
 class Load:
-    """One run of the load. `gaps`: (end, seconds) of each inter-token gap."""
+    """One run of the load. `gaps`: (end, seconds) of each inter-token gap, from when the balancer
+    looks on, or would."""
 
     tokens: int
     seconds: float
@@ -120,7 +122,7 @@ def crowded(load_LE: np.ndarray, slots: int) -> np.ndarray:
 def _round(
     llm: "LLM", prompts: Sequence[Sequence[int]], output_len: int, bad_LP: np.ndarray
 ) -> Round:
-    from crossdock.control import History, Window
+    from crossdock.control import History, Window, expert_share
 
     client = llm.client
     client.rebalance(bad_LP)
@@ -129,7 +131,7 @@ def _round(
     first = client.reading()
     balancer.begin_window()
     off = _run(llm, prompts, output_len)
-    share = Window.between(first, client.reading()).expert_share
+    share = expert_share(Window.between(first, client.reading()), client.config)
     began, ended, outcomes = 0.0, 0.0, list["Outcome | None"]()
 
     def look() -> None:
@@ -164,20 +166,22 @@ def _run(
     reasons: list[str] = []
     due = MOVE_AT * len(prompts) * output_len
     thread = threading.Thread(target=at_part) if at_part is not None else None
-    begun = False
+    came, since = 0, inf
 
     def listen(index: int, update: Any) -> None:
-        nonlocal begun
+        nonlocal came, since
         with done:
             if update.token_ids:
                 arrivals[index].append((time.perf_counter(), len(update.token_ids)))
+                came += len(update.token_ids)
             if update.finish_reason is not None:
                 reasons.append(update.finish_reason)
-            came = sum(count for row in arrivals for _, count in row)
-            if thread is not None and not begun and came >= due:
-                begun = True
-                thread.start()
-            done.notify_all()
+            if since == inf and came >= due:
+                since = time.perf_counter()
+                if thread is not None:
+                    thread.start()
+            if len(reasons) == len(prompts):
+                done.notify_all()
 
     start = time.perf_counter()
     for index, prompt in enumerate(prompts):
@@ -185,16 +189,16 @@ def _run(
     with done:
         done.wait_for(lambda: len(reasons) == len(prompts))
     seconds = time.perf_counter() - start
-    if thread is not None and begun:
+    if thread is not None and since < inf:
         thread.join()
     gaps = [
         (later, (later - earlier) / count)
         for row in arrivals
         for (earlier, _), (later, count) in pairwise(row)
+        if earlier >= since
         for _ in range(count)
     ]
-    tokens = sum(count for row in arrivals for _, count in row)
-    return Load(tokens, seconds, tuple(gaps), sum(reason != "length" for reason in reasons))
+    return Load(came, seconds, tuple(gaps), sum(reason != "length" for reason in reasons))
 
 
 def _prompts(options: LiveOptions, vocab: int) -> list[list[int]]:
@@ -214,8 +218,12 @@ def _device(llm: "LLM") -> str:
 
 def report(run: LiveRun, command: str) -> Report:
     options = run.options
-    shape = {"model": options.model.rstrip("/").rsplit("/", 1)[-1], "ranks": options.ranks,
-             "requests": options.requests, "output_len": options.output_len}  # fmt: skip
+    shape = {
+        "model": options.model.rstrip("/").rsplit("/", 1)[-1],
+        "ranks": options.ranks,
+        "requests": options.requests,
+        "lengths": f"{options.input_len}:{options.output_len}",
+    }
     asked = "H200" in run.device
     cases = [
         *_latencies(run, shape, asked),
@@ -225,6 +233,10 @@ def report(run: LiveRun, command: str) -> Report:
     notes = {
         "settings": options.settings,
         "meaning": {
+            "live_itl": "of the last two thirds of a load's tokens",
+            "live_gain_off_prediction": "throughput gained against what the plan says, if the "
+            "experts' time (live_expert_share; assumed, not measured, on GPUs) follows the fullest "
+            "ranks' tokens",
             "off": "the popular experts together on the first ranks, nobody moves them",
             "moving": "gaps that ended while experts moved, and the load in which they did",
             "auto": "the placement that the automatic mode moved to",

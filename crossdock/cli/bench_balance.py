@@ -40,7 +40,7 @@ def balance(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of --live, at once.")] = 16,
-    output_len: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 96,
+    lengths: Annotated[str, typer.Option(help="Tokens of each, PROMPT:NEW.")] = "32:96",
     rounds: Annotated[int, typer.Option(min=1, help="Of --live, each from the start.")] = 5,
     device: Device = None,
     config: ConfigFile = None,
@@ -57,7 +57,7 @@ def balance(
 
         (count,) = parse_counts(ranks or "2", "--ranks")[:1]
         fields, _ = settings(config, device=device)
-        _live(ctx, LiveOptions(live, count, requests, 32, output_len, rounds, fields), out)
+        _live(ctx, LiveOptions(live, count, requests, *_lengths(lengths), rounds, fields), out)
         return
     counts = parse_counts(ranks or "32,64", "--ranks")
     for count in counts:
@@ -71,6 +71,15 @@ def balance(
         cases = bench.run_balance(options, on_progress)
     report = bench.report(options, cases, command_line())
     finish(report.document(), render(report), out, output)
+
+
+def _lengths(text: str) -> tuple[int, int]:
+    parts = text.split(":")
+    if len(parts) == 2 and all(part.isdecimal() for part in parts):
+        prompt, new = map(int, parts)
+        if prompt >= 1 and new >= 2:
+            return prompt, new
+    raise ConfigError(f"--lengths {text!r}: expected PROMPT:NEW, such as 32:96, NEW from 2")
 
 
 def _live(ctx: typer.Context, options: "LiveOptions", out: Path | None) -> None:

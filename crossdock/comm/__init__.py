@@ -3,8 +3,10 @@
 Knows ranks, slots and bytes; not what the rows mean.
 """
 
+from crossdock.comm.apart import build_apart
 from crossdock.comm.board import Board
 from crossdock.comm.collective import CollectiveTransport
+from crossdock.comm.counts import Counts, LocalCounts, ShmCounts, build_counts, counts_bytes
 from crossdock.comm.local import LocalTransport
 from crossdock.comm.lockstep import CollectiveLockstep, LocalLockstep, ShmLockstep
 from crossdock.comm.shared import SharedMemory, free_memory, shm_bytes
@@ -12,6 +14,7 @@ from crossdock.comm.shm import ShmTransport
 from crossdock.comm.slot_copies import SlotCopies, build_copies, host_copies_bytes
 from crossdock.comm.world import (
     World,
+    await_start,
     build_transport,
     build_world,
     nvlink_reaches,
@@ -23,16 +26,23 @@ __all__ = [
     "Board",
     "CollectiveLockstep",
     "CollectiveTransport",
+    "Counts",
+    "LocalCounts",
     "LocalLockstep",
     "LocalTransport",
     "SharedMemory",
+    "ShmCounts",
     "ShmLockstep",
     "ShmTransport",
     "SlotCopies",
     "World",
+    "await_start",
+    "build_apart",
     "build_copies",
+    "build_counts",
     "build_transport",
     "build_world",
+    "counts_bytes",
     "free_memory",
     "host_copies_bytes",
     "nvlink_reaches",

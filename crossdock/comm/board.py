@@ -6,7 +6,7 @@ from typing import Final
 from crossdock.comm.shared import BOARD_WORDS, SharedMemory
 
 STAGES: Final = (
-    "start", "idle", "agree", "attention", "dispatch", "experts", "combine", "sample",
+    "start", "idle", "agree", "attention", "dispatch", "experts", "combine", "sample", "counts",
 )  # fmt: skip
 STALE_S = 1.5
 """A heartbeat older than this means stopped or gone, not slow."""

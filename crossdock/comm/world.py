@@ -1,5 +1,6 @@
 """A rank's place among the others: made once per process, passed to whoever needs it."""
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ _START_S = 300.0
 
 SHM = "shm"
 """Key of the shared memory's descriptor in `fds`."""
+COUNTS = "counts"
+"""The same, of the memory through which ranks exchange counts within a step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +49,8 @@ class World:
     memory: SharedMemory | None = None
     store: Any = None
     """Where CUDA ranks of the nvlink transport meet; None where nothing needs it."""
+    counts: SharedMemory | None = None
+    """For exchanges of counts; None where there are none."""
 
 
 def resolve_device(device: str, rank: int, size: int) -> torch.device:
@@ -137,9 +142,9 @@ def build_world(
     members = tuple(
         Member(r, node, f"cuda:{r}" if place.type == "cuda" else "cpu") for r in range(size)
     )
-    return World(
-        rank, size, place, Topology(0, members), board, lockstep, waiter, group, memory, store
-    )
+    counts = SharedMemory.attach(fds[COUNTS]) if COUNTS in fds else None
+    topology = Topology(0, members)
+    return World(rank, size, place, topology, board, lockstep, waiter, group, memory, store, counts)
 
 
 def build_transport(
@@ -208,6 +213,19 @@ def _meet(board: Board) -> None:
         return [r for r in range(board.size) if board.heartbeat_age(r) == float("inf")]
 
     Waiter(board, _START_S).wait(lambda: not missing(), missing, "the start")
+
+
+def await_start(world: World) -> None:
+    """Waits, with the board at another stage than "start", until all ranks do, which may be long
+    after each other. Where the board is not shared the next exchange has to."""
+    board = world.board
+    if not board.shared:
+        return
+
+    def missing() -> list[int]:
+        return [r for r in range(board.size) if board.where(r)[0] == "start"]
+
+    Waiter(board, math.inf).wait(lambda: not missing(), missing, "the start")
 
 
 def _store(rendezvous: str, name: str, size: int) -> Any:

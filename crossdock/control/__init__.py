@@ -1,6 +1,15 @@
 """When to move experts: pure decisions over readings of the ranks. Knows no engine and no clock."""
 
-from crossdock.control.rebalance import History, Proposal, decide, enough, judged, moved, propose
+from crossdock.control.rebalance import (
+    History,
+    Proposal,
+    decide,
+    enough,
+    expert_share,
+    judged,
+    moved,
+    propose,
+)
 from crossdock.control.window import Reading, Window
 
 __all__ = [
@@ -10,6 +19,7 @@ __all__ = [
     "Window",
     "decide",
     "enough",
+    "expert_share",
     "judged",
     "moved",
     "propose",

@@ -171,6 +171,11 @@ def judged(history: History, predicted: float, measured: float) -> History:
     return replace(history, backoff=1 if good else min(2 * history.backoff, MOST_BACKOFF))
 
 
+def expert_share(window: Window, config: EngineConfig) -> float:
+    """The part of a step that experts take, as decisions take it to be."""
+    return GPU_EXPERT_SHARE if config.device == "cuda" else window.expert_share
+
+
 def _level(window: Window, placement: Placement) -> float:
     """The mean imbalance over layers, as this placement has it for the window's load."""
     answer = Answer(placement.slot_expert_LP)
@@ -180,5 +185,4 @@ def _level(window: Window, placement: Placement) -> float:
 def _horizon_s(window: Window, config: EngineConfig) -> float:
     """Seconds that the fullest ranks' experts take over the horizon, going on as in the window."""
     busy = min(1.0, window.step_s / window.seconds) if window.seconds > 0 else 0.0
-    share = GPU_EXPERT_SHARE if config.device == "cuda" else window.expert_share
-    return HORIZON * config.rebalance_interval_s * busy * share
+    return HORIZON * config.rebalance_interval_s * busy * expert_share(window, config)

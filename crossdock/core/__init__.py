@@ -5,7 +5,7 @@ S slots on this rank, K top-k, R ranks, N received rows, C slot capacity, F expe
 size, L layers, B sequences, D head size.
 """
 
-from crossdock.core.batch import ForwardBatch, Plan, Scheduled
+from crossdock.core.batch import ForwardBatch, OverlapMode, Plan, Scheduled
 from crossdock.core.config import EngineConfig, ServerConfig, parse_routing
 from crossdock.core.errors import (
     Busy,
@@ -54,6 +54,7 @@ __all__ = [
     "Model",
     "ModelSpec",
     "Move",
+    "OverlapMode",
     "Placement",
     "Plan",
     "QuantSpec",

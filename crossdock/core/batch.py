@@ -1,12 +1,15 @@
 """One step's work: as the scheduler plans it, and as the model sees it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from crossdock.core.request import Request
+
+OverlapMode = Literal["off", "sbo", "tbo"]
+"""What is done while rows travel: nothing, the shared expert, or another half of the batch."""
 
 
 class Scheduled(NamedTuple):
@@ -52,7 +55,8 @@ class ForwardBatch:
     (page * page_size + offset). keys_T: int64, a hash of (request, position), for the replica
     choice. query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP:
     int64, rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
-    most_tokens: of any rank in this step, where the ranks agreed on it.
+    most_tokens: of any rank in this step, where the ranks agreed on it; of any half of a batch,
+    where this is one.
     """
 
     tokens_T: "Tensor"
@@ -65,6 +69,7 @@ class ForwardBatch:
     sample_rows: "Tensor"
     num_decodes: int
     most_tokens: int | None = None
+    overlap: OverlapMode = "sbo"
 
     @property
     def num_tokens(self) -> int:

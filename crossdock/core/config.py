@@ -32,6 +32,9 @@ class EngineConfig:
     """nvlink: steps in which no rank has more tokens send them with low latency."""
     expert_workspace_gib: float = 4.0
     """What the experts of a GPU may hold at once; more received rows are worked on in waves."""
+    overlap: Literal["auto", "off", "sbo", "tbo"] = "auto"
+    """What a step does while rows travel between ranks: nothing (off), the shared expert (sbo),
+    or another half of the batch (tbo). auto: what measured faster at the start, by size."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
     """Products of FP8 experts: our own kernels, or DeepGEMM where it is installed."""
     redundant_experts: int | None = None

@@ -140,6 +140,11 @@ class SlotLayer(Protocol):
         """Between steps: tokens go to the slots of `placement` from now on."""
         ...
 
+    def router_bias(self) -> "tuple[Tensor, Tensor]":
+        """`(tokens_E, bias_E)` of a router whose bias is adjusted: int64, the tokens of this rank
+        that chose each expert, a total; fp32, written between steps."""
+        ...
+
 
 class Model(Protocol):
     moe_layers: "Sequence[SlotLayer]"

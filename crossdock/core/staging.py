@@ -14,6 +14,17 @@ MAX_TOP_K = 16
 _CHUNK, _HOME_CHUNK, _RECORD_BYTES, _ALIGN = 4, 2, 128, 256
 
 
+def padded(width: int) -> int:
+    """To whole blocks of scales."""
+    return -(-width // SCALE_BLOCK) * SCALE_BLOCK
+
+
+def fp8_expert_bytes(hidden: int, width: int) -> int:
+    """Of one expert's codes and scales, in one layer."""
+    codes = 3 * padded(hidden) * padded(width)
+    return codes + codes // SCALE_BLOCK**2 * 4
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 

@@ -8,6 +8,7 @@ from crossdock.engine.build import (
     resolve_max_model_len,
 )
 from crossdock.engine.engine import Agreed, Engine, Step, agree
+from crossdock.engine.overlap import check_overlap
 
 __all__ = [
     "Agreed",
@@ -15,6 +16,7 @@ __all__ = [
     "Step",
     "agree",
     "build_engine",
+    "check_overlap",
     "initial_placement",
     "read_spec",
     "resolve_dtype",

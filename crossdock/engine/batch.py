@@ -4,14 +4,18 @@ from itertools import chain
 
 import torch
 
-from crossdock.core import ForwardBatch, Plan
+from crossdock.core import ForwardBatch, OverlapMode, Plan
 
 # An odd 64-bit constant, so that keys of neighbouring positions lie far apart.
 _KEY_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 
 
 def make_batch(
-    plan: Plan, page_size: int, device: torch.device, most_tokens: int | None = None
+    plan: Plan,
+    page_size: int,
+    device: torch.device,
+    most_tokens: int | None = None,
+    overlap: OverlapMode = "sbo",
 ) -> ForwardBatch:
     """`plan.items` as tensors on `device`; a plan of no items gives a batch of no tokens."""
     items = plan.items
@@ -42,6 +46,7 @@ def make_batch(
         sample_rows=ends[samples].to(device),
         num_decodes=plan.num_decodes,
         most_tokens=most_tokens,
+        overlap=overlap,
     )
 
 

@@ -11,11 +11,21 @@ import torch
 
 from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
-from crossdock.comm import World, build_copies, build_transport
-from crossdock.core import ConfigError, EngineConfig, Model, ModelSpec, Placement, load_spec
+from crossdock.comm import World, build_apart, build_copies, build_transport
+from crossdock.core import (
+    ConfigError,
+    EngineConfig,
+    Model,
+    ModelSpec,
+    OverlapMode,
+    Placement,
+    load_spec,
+)
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.engine import Engine
 from crossdock.engine.memory import expert_workspace, kv_budget
+from crossdock.engine.overlap import OverlapPolicy, check_overlap, forced, refusals, unmeasured
+from crossdock.engine.overlap_measure import Limits, measure_overlap
 from crossdock.engine.rebalance import Rebalancer
 from crossdock.engine.runner import Runner
 from crossdock.engine.sampler import Sampler
@@ -85,6 +95,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     """
     started = time.perf_counter()
     spec = read_spec(config)
+    check_overlap(config, spec)
     max_len = resolve_max_model_len(config, spec)
     name = resolve_dtype(config, spec, world.device.type)
     dtype = getattr(torch, name)
@@ -117,6 +128,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         expert_workspace=expert_workspace(config, world.device),
         fp8_experts=config.fp8_experts,
         routing=config.routing,
+        apart=build_apart(config.transport, transport, world.device),
     )
     model, weight_bytes = _load_model(config, spec, context, on_progress)
     one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
@@ -136,6 +148,16 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     )
     sampler = Sampler(spec.vocab_size, world.device)
     runner = Runner(model, kv, sampler, world.device, recorder, world.board)
+    limits = Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        max_len,
+        config.page_size,
+        budget.num_pages,
+        spec.vocab_size,
+    )
+    overlap = _build_overlap(config, spec, runner, world, limits)
+    recorder.reset()
     info: dict[str, Any] = {
         "device": str(world.device),
         "dtype": name,
@@ -146,12 +168,26 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "kv_reason": budget.reason,
         "transport": config.transport,
         "transport_bytes": getattr(transport, "nbytes", 0),
+        "overlap": overlap.describe(),
         "load_seconds": time.perf_counter() - started,
     }
     if model.moe_layers:
         info["expert_bytes"] = _expert_bytes(model)
     rebalancer = _build_rebalancer(config, world, placement, model)
-    return Engine(world, scheduler, runner, transport, recorder, rebalancer, info)
+    return Engine(world, scheduler, runner, transport, recorder, rebalancer, overlap, info)
+
+
+def _build_overlap(
+    config: EngineConfig, spec: ModelSpec, runner: Runner, world: World, limits: Limits
+) -> OverlapPolicy:
+    if config.overlap != "auto":
+        return forced(config.overlap)
+    against = refusals(config, spec)
+    both: tuple[OverlapMode, ...] = ("sbo", "tbo")
+    modes = [mode for mode in both if mode not in against]
+    if not modes:
+        return unmeasured(next(iter(against.values())))
+    return measure_overlap(modes, runner, world, limits)
 
 
 def _build_rebalancer(

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from crossdock.comm import World
-from crossdock.core import ConfigError, Plan, Request, Sampled, TokenOutput, Transport
+from crossdock.core import (
+    ConfigError,
+    OverlapMode,
+    Plan,
+    Request,
+    Sampled,
+    TokenOutput,
+    Transport,
+)
+from crossdock.engine.overlap import OverlapPolicy
 from crossdock.engine.rebalance import Ended, Rebalancer
 from crossdock.engine.runner import Runner
 from crossdock.metrics import Recorder
@@ -16,15 +25,17 @@ from crossdock.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks do now, decided alike by each from the same table."""
+    """What all ranks do now, decided alike by each from the same table. `most_tokens`: of any rank,
+    with "tbo" of any half."""
 
     run: bool
     sleep: bool
     most_tokens: int
+    overlap: OverlapMode
 
 
-def agree(table: list[tuple[int, ...]]) -> Agreed:
-    """`table[r]` = (has work, wave, tokens, ...).
+def agree(table: list[tuple[int, ...]], policy: OverlapPolicy) -> Agreed:
+    """`table[r]` = (has work, wave, tokens, tokens of the first half, ...).
 
     Sleeping needs that nobody has work *and* that all saw the same wave: else a request announced
     to some but not yet to its rank would be missed.
@@ -32,7 +43,14 @@ def agree(table: list[tuple[int, ...]]) -> Agreed:
     work = any(row[0] for row in table)
     same_wave = len({row[1] for row in table}) == 1
     most = max(row[2] for row in table)
-    return Agreed(run=most > 0, sleep=not work and same_wave, most_tokens=most)
+    first, second = max(row[3] for row in table), max(row[2] - row[3] for row in table)
+    overlap = policy.choose(most, first, second)
+    return Agreed(
+        run=most > 0,
+        sleep=not work and same_wave,
+        most_tokens=max(first, second) if overlap == "tbo" else most,
+        overlap=overlap,
+    )
 
 
 @dataclass(frozen=True)
@@ -50,15 +68,23 @@ class Engine:
         transport: Transport,
         recorder: Recorder,
         rebalancer: Rebalancer | None,
+        overlap: OverlapPolicy,
         info: dict[str, Any],
     ):
         self.world, self.scheduler, self.runner = world, scheduler, runner
         self.transport, self.recorder, self.info = transport, recorder, info
         self.rebalancer, self.rebalanced = rebalancer, list[Ended]()
+        self.overlap = overlap
+        self.overlap_steps = dict[OverlapMode, int].fromkeys(("off", "sbo", "tbo"), 0)
         self.wave = 0
         self.steps = 0
         recorder.source("scheduler", scheduler.stats)
-        recorder.source("all_to_all_bytes", transport.bytes_sent)
+        recorder.source("overlap_steps", lambda: dict(self.overlap_steps))
+        sent = transport.bytes_sent()  # before the first step: by nothing that was asked for
+        recorder.source(
+            "all_to_all_bytes",
+            lambda: {path: n - sent[path] for path, n in transport.bytes_sent().items()},
+        )
 
     def add(self, request: Request, wave: int) -> None:
         self.scheduler.add(request)
@@ -84,28 +110,30 @@ class Engine:
     def step(self) -> Step:
         with self.recorder.span("step"):
             plan = self.scheduler.plan()
-            agreed = self._agree(plan)
+            cut = self.overlap.cut(plan)
+            agreed = self._agree(plan, cut)
             self.scheduler.advance(plan)
             sampled: list[Sampled | None] = [None] * len(plan.items)
             if agreed.run:
-                sampled = self.runner.run(plan, agreed.most_tokens)
+                self.overlap_steps[agreed.overlap] += 1
+                sampled = self.runner.run(plan, agreed.most_tokens, agreed.overlap, cut)
             return Step(self.scheduler.observe(plan, sampled), agreed.sleep)
 
-    def _agree(self, plan: Plan) -> Agreed:
+    def _agree(self, plan: Plan, cut: int) -> Agreed:
         self.steps += 1
         self.world.board.enter("agree", step=self.steps)
         mover = self.rebalancer
         busy = self.scheduler.has_work or (mover is not None and mover.busy)
-        wish = (int(busy), self.wave, plan.num_tokens, *(mover.words() if mover else ()))
+        wish = (int(busy), self.wave, plan.num_tokens, cut, *(mover.words() if mover else ()))
         start = time.perf_counter()
         table = self.world.lockstep.exchange(wish)
         seconds = time.perf_counter() - start
         self.recorder.observe("agree", seconds)
         if self.world.size > 1:  # all but some microseconds of it
             self.recorder.observe("wait", seconds)
-        if mover is not None and (ended := mover.advance([row[3:] for row in table])):
+        if mover is not None and (ended := mover.advance([row[4:] for row in table])):
             self.rebalanced.append(ended)
-        return agree(table)
+        return agree(table, self.overlap)
 
     def close(self) -> None:
         self.transport.close()

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from crossdock.comm import Board
-from crossdock.core import KV, Model, Plan, Sampled
+from crossdock.core import KV, Model, OverlapMode, Plan, Sampled
 from crossdock.engine.batch import make_batch
+from crossdock.engine.overlap import halve
 from crossdock.engine.sampler import Sampler
 from crossdock.metrics import Recorder
 
@@ -19,6 +20,20 @@ def drive(forward: Generator[None, None, Tensor]) -> Tensor:
             next(forward)
         except StopIteration as done:
             return done.value
+
+
+def drive_both(*forwards: Generator[None, None, Tensor]) -> list[Tensor]:
+    """Runs forwards of the same model alternately, each from where it yields to where it yields
+    next; the first one is always ahead."""
+    done: dict[int, Tensor] = {}
+    while len(done) < len(forwards):
+        for i, forward in enumerate(forwards):
+            try:
+                if i not in done:
+                    next(forward)
+            except StopIteration as ended:
+                done[i] = ended.value
+    return [done[i] for i in range(len(forwards))]
 
 
 class Runner:
@@ -36,16 +51,38 @@ class Runner:
         self.device, self.recorder = device, recorder
 
     @torch.inference_mode()
-    def run(self, plan: Plan, most_tokens: int | None = None) -> list[Sampled | None]:
-        """One entry per item of `plan`, None where the prompt is not complete yet. `most_tokens`:
-        of any rank in this step."""
-        batch = make_batch(plan, self.kv.page_size, self.device, most_tokens)
-        hidden_TH = drive(self.model.forward(batch, self.kv))
+    def run(
+        self,
+        plan: Plan,
+        most_tokens: int | None = None,
+        overlap: OverlapMode = "sbo",
+        cut: int = 0,
+    ) -> list[Sampled | None]:
+        """One entry per item of `plan`, None where the prompt is not complete yet.
+
+        Args:
+            most_tokens: of any rank in this step; of any half of a batch with "tbo".
+            overlap: the same on all ranks.
+            cut: tokens of the first half, with "tbo".
+        """
+        if overlap == "tbo":
+            hidden_BH = self._halves(plan, most_tokens, cut)
+        else:
+            batch = make_batch(plan, self.kv.page_size, self.device, most_tokens, overlap)
+            hidden_BH = drive(self.model.forward(batch, self.kv))[batch.sample_rows]
         wanted = [item for item in plan.items if item.sample]
         if not wanted:
             return [None] * len(plan.items)
         self.board.enter("sample")
         with self.recorder.span("sample"):
-            logits_BV = self.model.logits(hidden_TH[batch.sample_rows])
+            logits_BV = self.model.logits(hidden_BH)
             sampled = iter(self.sampler.sample(logits_BV, wanted))
         return [next(sampled) if item.sample else None for item in plan.items]
+
+    def _halves(self, plan: Plan, most_tokens: int | None, cut: int) -> Tensor:
+        """Of the rows that are sampled, in the order of the plan."""
+        size, device = self.kv.page_size, self.device
+        batches = [make_batch(h, size, device, most_tokens, "tbo") for h in halve(plan, cut, size)]
+        hidden = drive_both(*(self.model.forward(batch, self.kv) for batch in batches))
+        rows = [h_TH[b.sample_rows] for h_TH, b in zip(hidden, batches, strict=True)]
+        return torch.cat(rows)

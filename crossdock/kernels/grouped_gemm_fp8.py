@@ -45,7 +45,7 @@ def grouped_gemm_fp8(
     if rows == 0:
         return out_NO
     if tile is None:
-        tile = tiles.HopperTile() if _is_hopper(x_NI) else tiles.GROUPED_FP8
+        tile = tiles.HopperTile() if is_hopper(x_NI) else tiles.GROUPED_FP8
     if isinstance(tile, tiles.HopperTile):
         if rows_N is not None:
             # Its copies take consecutive rows only. Writing and reading each row once more costs
@@ -86,7 +86,7 @@ def masked_gemm_fp8(
     """
     _check(x_SCI, x_scale_SCB, w_SOI, w_scale_SAB)
     if tile is None:
-        on_hopper = _is_hopper(x_SCI)
+        on_hopper = is_hopper(x_SCI)
         tile = (
             tiles.tile_for(tiles.HOPPER_MASKED_FP8, expected_rows)
             if on_hopper
@@ -215,7 +215,8 @@ def _programs(x: Tensor) -> int:
     return 2 * _multiprocessors(x.device.index) if x.is_cuda else 4
 
 
-def _is_hopper(x: Tensor) -> bool:
+def is_hopper(x: Tensor) -> bool:
+    """Whether the kernels made for Hopper run on its device."""
     return x.is_cuda and not INTERPRET.value and torch.cuda.get_device_capability(x.device)[0] == 9
 
 

@@ -18,32 +18,36 @@ INTERPRET = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def _quantise_rows_kernel(
-    x_ptr, q_ptr, scale_ptr, rows, width, stride_x, ROWS: tl.constexpr, BLOCK_I: tl.constexpr
-):
+    x_ptr, q_ptr, scale_ptr, rows, columns, width, stride_x,
+    ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     block = tl.program_id(1)
     col = block * BLOCK_I + tl.arange(0, BLOCK_I)
     valid = (row < rows)[:, None]
-    x = tl.load(x_ptr + row[:, None] * stride_x + col[None, :], mask=valid, other=0.0)
+    there = valid & (col < columns)[None, :]
+    x = tl.load(x_ptr + row[:, None] * stride_x + col[None, :], mask=there, other=0.0)
     q, scale = quantise_blocks(x.to(tl.float32), INTERPRET)
     tl.store(q_ptr + row[:, None] * width + col[None, :], q, mask=valid)
     tl.store(scale_ptr + row * (width // BLOCK_I) + block, scale, mask=row < rows)
 
 
-def quantise_rows(x_NI: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_rows(x_NI: Tensor, align: int = 1) -> tuple[Tensor, Tensor]:
     """Activations: codes [N, I] and scales [N, I / 128]; x BF16 or fp32, rows may be strided.
 
-    Its twin is `rounding.quantise_blocks_torch`.
+    I is rounded up to a multiple of 128, with zeros, and N to one of `align`, with rows that stay
+    unwritten. Its twin is `rounding.quantise_blocks_torch`.
     """
-    rows, width = x_NI.shape
-    _check_width(width)
-    q_NI = torch.empty((rows, width), dtype=FP8, device=x_NI.device)
-    scale_NB = torch.empty((rows, width // BLOCK), dtype=torch.float32, device=x_NI.device)
+    rows, columns = x_NI.shape
+    width, room = triton.cdiv(columns, BLOCK) * BLOCK, triton.cdiv(rows, align) * align
+    q_NI = torch.empty((room, width), dtype=FP8, device=x_NI.device)
+    scale_NB = torch.empty((room, width // BLOCK), dtype=torch.float32, device=x_NI.device)
     if rows:
         per_program = 16
         _quantise_rows_kernel[(triton.cdiv(rows, per_program), width // BLOCK)](
-            x_NI, q_NI, scale_NB, rows, width, x_NI.stride(0), ROWS=per_program, BLOCK_I=BLOCK
-        )
+            x_NI, q_NI, scale_NB, rows, columns, width, x_NI.stride(0),
+            ROWS=per_program, BLOCK_I=BLOCK,
+        )  # fmt: skip
     return q_NI, scale_NB
 
 

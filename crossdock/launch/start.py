@@ -19,7 +19,13 @@ from crossdock.core import ConfigError, EngineConfig, ModelSpec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
 from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK
-from crossdock.engine import initial_placement, read_spec, resolve_dtype, resolve_max_model_len
+from crossdock.engine import (
+    check_overlap,
+    initial_placement,
+    read_spec,
+    resolve_dtype,
+    resolve_max_model_len,
+)
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.byte_tokenizer import ByteTokenizer
 from crossdock.models.hub import resolve_model
@@ -41,6 +47,7 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     spec = read_spec(config)
     config = _resolve(config, spec)
     initial_placement(config, spec)  # refuses an impossible one before anything is started
+    check_overlap(config, spec)
     memory = SharedMemory.create(_shared_bytes(config, spec))
     assert config.max_model_len is not None
     try:

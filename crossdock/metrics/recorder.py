@@ -45,6 +45,7 @@ class Recorder:
         self.counters: dict[str, int] = {}
         self.histograms = {name: Histogram(EXCHANGE_BUCKETS_S) for name in histograms}
         self._sources: dict[str, Callable[[], Any]] = {}
+        self._forget: list[Callable[[], object]] = []
 
     def add(self, name: str, amount: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + amount
@@ -64,9 +65,22 @@ class Recorder:
         finally:
             self.observe(part, time.perf_counter() - start)
 
-    def source(self, name: str, read: Callable[[], Any]) -> None:
-        """`read` is called at each snapshot; it returns something JSON can hold."""
+    def source(
+        self, name: str, read: Callable[[], Any], forget: Callable[[], object] | None = None
+    ) -> None:
+        """`read` is called at each snapshot; it returns something JSON can hold. `forget`: sets
+        what it reads back to nothing."""
         self._sources[name] = read
+        if forget is not None:
+            self._forget.append(forget)
+
+    def reset(self) -> None:
+        """Forgets all that was measured so far; before the first snapshot."""
+        for totals in (self.seconds, self.calls, self.counters):
+            totals.clear()
+        self.histograms = {name: Histogram(h.bounds) for name, h in self.histograms.items()}
+        for forget in self._forget:
+            forget()
 
     def snapshot(self) -> dict[str, Any]:
         return {

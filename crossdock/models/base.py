@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.comm import Board
-from crossdock.core import KV, ForwardBatch, ModelSpec, Placement, SlotLayer, Transport
+from crossdock.core import (
+    KV,
+    ForwardBatch,
+    ModelSpec,
+    OverlapMode,
+    Placement,
+    SlotLayer,
+    Transport,
+)
 from crossdock.layers import (
     Attention,
     AttentionBackend,
@@ -25,7 +33,7 @@ from crossdock.layers import (
 from crossdock.layers.attention import Planner
 from crossdock.metrics import Recorder
 from crossdock.models.weights import LoadAttention, Loader, WeightSource, load_experts, load_mlp
-from crossdock.moe import MoEContext, build_moe_layer
+from crossdock.moe import MoEContext, RouterOptions, build_moe_layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +55,10 @@ class ModelContext:
     """Bytes that the experts of a layer may hold at once."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
     routing: str = "real"
+    router: RouterOptions = RouterOptions()
     attention: AttentionName = "torch"
+    apart: Transport | None = None
+    """What is used where work is put between begin and end; None: `transport`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,11 @@ class Family:
 
 class MoEBlock(SlotLayer, Protocol):
     def forward(
-        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
+        self,
+        x_TH: Tensor,
+        keys_T: Tensor,
+        most_tokens: int | None = None,
+        overlap: OverlapMode = "sbo",
     ) -> Generator[None, None, Tensor]: ...
 
 
@@ -117,7 +132,9 @@ class Decoder:
                     x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
             if layer.moe is not None:
                 h_TH = x_TH if idle else layer.ffn_norm(x_TH)
-                y_TH = yield from layer.moe.forward(h_TH, batch.keys_T, batch.most_tokens)
+                y_TH = yield from layer.moe.forward(
+                    h_TH, batch.keys_T, batch.most_tokens, batch.overlap
+                )
                 x_TH = x_TH + y_TH
             elif layer.mlp is not None and not idle:
                 x_TH = x_TH + layer.mlp(layer.ffn_norm(x_TH))
@@ -148,6 +165,8 @@ def build_decoder(
         workspace=context.expert_workspace,
         fp8_experts=context.fp8_experts,
         routing=context.routing,
+        router=context.router,
+        apart=context.apart,
     )
     V, H = spec.vocab_size, spec.hidden_size
     embedding_VH = source.get("model.embed_tokens.weight", (V, H))

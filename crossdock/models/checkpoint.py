@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from crossdock.core import CheckpointError, QuantSpec
+from crossdock.models.fp8 import Matrix, quantise, stays_in_blocks, widen
 from crossdock.models.safetensors_file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
@@ -89,9 +90,42 @@ class Checkpoint:
         """Row `index` of a fused expert tensor: `shape` is the row's. Reads only its bytes."""
         return self._get(name, tuple(shape), index, fp32)
 
+    def in_fp8(self, name: str) -> bool:
+        """Whether `get_fp8` is for this tensor: all of a checkpoint that is not quantised, of
+        another those that are stored so."""
+        if self._quant is None or name not in self._file_of:
+            return True
+        return self._file(name).dtype(name) == torch.float8_e4m3fn
+
+    def get_fp8(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        index: int | None = None,
+        order: Tensor | None = None,
+    ) -> Matrix:
+        """A matrix as it is stored in FP8, or quantised; in blocks of 128x128.
+
+        Args:
+            index: of a fused expert tensor, whose row is of `shape`.
+            order: of the rows.
+
+        Raises:
+            CheckpointError: as `get`.
+        """
+        raw = self._read(name, tuple(shape), index)
+        stored = raw.dtype == torch.float8_e4m3fn
+        if stored and (order is None or stays_in_blocks(order)):
+            scales = self._scales(name, raw, index).float()
+            return widen(raw.to(self._device), scales.to(self._device), order)
+        w_OI = self._cast(name, raw, index, self._dtype)
+        return quantise(w_OI if order is None else w_OI[order.to(w_OI.device)])
+
     def _get(self, name: str, shape: tuple[int, ...], row: int | None, fp32: bool) -> Tensor:
         raw = self._read(name, shape, row)
-        dtype = torch.float32 if fp32 else self._dtype
+        return self._cast(name, raw, row, torch.float32 if fp32 else self._dtype)
+
+    def _cast(self, name: str, raw: Tensor, row: int | None, dtype: torch.dtype) -> Tensor:
         if raw.dtype == torch.float8_e4m3fn:
             raw = self._dequantise(name, raw, row)
         elif raw.dtype not in _FLOATING:
@@ -122,6 +156,11 @@ class Checkpoint:
         return file
 
     def _dequantise(self, name: str, weight: Tensor, row: int | None) -> Tensor:
+        scale = self._scales(name, weight, row).float()
+        assert self._quant is not None
+        return dequantise(weight, scale, self._quant.block)
+
+    def _scales(self, name: str, weight: Tensor, row: int | None) -> Tensor:
         if self._quant is None:
             raise self._error(
                 name, "FP8, but config.json has no quantization_config, which gives the block size"
@@ -135,7 +174,7 @@ class Checkpoint:
         scale = self._read(scale_name, blocks, row)
         if scale.dtype not in _FLOATING:
             raise self._error(scale_name, f"dtype {_short(scale.dtype)}; expected float32 scales")
-        return dequantise(weight, scale.float(), self._quant.block)
+        return scale
 
     def _progress(self, num_bytes: int) -> None:
         self.bytes_read += num_bytes

@@ -3,7 +3,7 @@
 Knows experts and placements; not which model they belong to, nor requests.
 """
 
-from crossdock.moe.context import ExpertLoad, MoEContext, MoEWeights
+from crossdock.moe.context import ExpertLoad, MoEContext, MoEWeights, RouterOptions
 from crossdock.moe.experts import run_on_device
 from crossdock.moe.layer import MoELayer, build_moe_layer
 from crossdock.moe.router import Router, SlotMap
@@ -14,6 +14,7 @@ __all__ = [
     "MoELayer",
     "MoEWeights",
     "Router",
+    "RouterOptions",
     "SlotMap",
     "build_moe_layer",
     "run_on_device",

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from crossdock.comm import Board
+from crossdock.comm import Board, Counts
 from crossdock.core import Placement, Transport
 from crossdock.layers import MatMul
 from crossdock.metrics import Recorder
@@ -16,7 +16,8 @@ class ExpertLoad:
     """Totals since the start, kept on the device: reading them is the only host sync.
 
     tokens_LE: this rank's tokens by the logical expert they chose. rows_LS: rows, from all ranks,
-    that this rank's slots worked on.
+    that this rank's slots worked on. dropped_L: of this rank's (token, expert) pairs, those that
+    were over the experts' capacity.
     """
 
     def __init__(self, placement: Placement, device: torch.device):
@@ -25,10 +26,28 @@ class ExpertLoad:
         self.tokens_LE, self.rows_LS = (
             torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes
         )
+        self.dropped_L = torch.zeros(layers, dtype=torch.int64, device=device)
 
     def register(self, recorder: Recorder) -> None:
-        recorder.source("expert_tokens", self.tokens_LE.tolist)
-        recorder.source("slot_tokens", self.rows_LS.tolist)
+        recorder.source("expert_tokens", self.tokens_LE.tolist, self.tokens_LE.zero_)
+        recorder.source("slot_tokens", self.rows_LS.tolist, self.rows_LS.zero_)
+        recorder.source("dropped_tokens", self.dropped_L.tolist, self.dropped_L.zero_)
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """What becomes of a router's choice.
+
+    near: sets of ranks, nearest first; a token goes to a copy on the first set that has any, else
+    to any copy. counts: how ranks exchange counts, where copies are chosen by quota; else None.
+    capacity: an expert's most tokens of this rank over the mean; None: no limit. adjusted: the
+    router's bias changes while serving. The last two change answers.
+    """
+
+    near: tuple[tuple[int, ...], ...] = ()
+    counts: Counts | None = None
+    capacity: float | None = None
+    adjusted: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +56,8 @@ class MoEContext:
 
     `matmul(x_NI, w_OI, b_O or None)`: the products the model is built with. `board`: where the
     layers say which stage they are in. `workspace`: bytes that experts may hold at once, of all
-    layers together. `fp8_experts`: the library of FP8 products. `routing`: as in
-    `EngineConfig`.
+    layers together. `fp8_experts`: the library of FP8 products. `routing`: as in `EngineConfig`.
+    `apart`: the transport whose exchanges run beside other work, None where that is `transport`.
     """
 
     rank: int
@@ -53,6 +72,8 @@ class MoEContext:
     workspace: int = 256 << 20
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
     routing: str = "real"
+    apart: Transport | None = None
+    router: RouterOptions = RouterOptions()
     load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:

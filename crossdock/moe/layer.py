@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator
 import torch
 from torch import Tensor
 
-from crossdock.core import MoESpec, Placement, Routing
+from crossdock.core import MoESpec, OverlapMode, Placement, Received, Routing
+from crossdock.core.protocols import Ticket
 from crossdock.moe.context import MoEContext, MoEWeights
 from crossdock.moe.experts import build_experts
 from crossdock.moe.router import Router
@@ -25,11 +26,8 @@ class MoELayer:
         self.experts = build_experts(weights, context, spec.top_k, context.load.rows_LS[index])
         self.shared, self._index = shared, index
         self._transport, self._recorder = context.transport, context.recorder
+        self._apart = context.apart or context.transport
         self._board = context.board
-        self._nothing = Routing(
-            torch.empty(0, spec.top_k, dtype=torch.int64, device=context.device),
-            torch.empty(0, spec.top_k, device=context.device),
-        )
 
     def slot_tensors(self) -> tuple[Tensor, ...]:
         """The experts' weights, [S, ...] each; see `Experts`."""
@@ -37,65 +35,103 @@ class MoELayer:
 
     def place(self, placement: Placement) -> None:
         """Between steps: tokens go to the slots of `placement` from now on."""
-        self.router.slot_map.update(placement)
+        self.router.place(placement)
+
+    def router_bias(self) -> tuple[Tensor, Tensor]:
+        """See `core.SlotLayer`."""
+        assert self.router.bias_E is not None
+        return self.router.tokens_E, self.router.bias_E
 
     def forward(
-        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None = None
+        self,
+        x_TH: Tensor,
+        keys_T: Tensor,
+        most_tokens: int | None = None,
+        overlap: OverlapMode = "sbo",
     ) -> Generator[None, None, Tensor]:
-        """[T, H]; T may be 0. Yields with a dispatch in flight, where there is a shared expert to
-        run meanwhile: once, or as often as the tokens of the rank that has most exceed what the
-        transport takes at once.
+        """[T, H]; T may be 0. Yields with a dispatch in flight ("sbo", where there is a shared
+        expert to run meanwhile; "tbo") and with a combine in flight ("tbo"): once, or as often as
+        the tokens of the rank that has most exceed what the transport takes at once.
 
         Args:
             keys_T: int64, a hash of (request, position).
             most_tokens: of any rank in this step, the same on all of them; None: at most what the
                 transport takes.
+            overlap: the same on all ranks.
         """
         step = self._transport.max_tokens
         if step is None or most_tokens is None or most_tokens <= step:
-            return (yield from self._exchange(x_TH, keys_T, most_tokens))
+            return (yield from self._exchange(x_TH, keys_T, most_tokens, overlap))
         parts = []
         for start in range(0, most_tokens, step):
             piece = slice(start, start + step)  # a rank with fewer tokens runs out of them
             most = min(step, most_tokens - start)
-            parts.append((yield from self._exchange(x_TH[piece], keys_T[piece], most)))
+            parts.append((yield from self._exchange(x_TH[piece], keys_T[piece], most, overlap)))
         return torch.cat(parts)
 
     def _exchange(
-        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None
+        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None, overlap: OverlapMode
     ) -> Generator[None, None, Tensor]:
         clock, observe, transport = time.perf_counter, self._recorder.observe, self._transport
         t0 = clock()
         idle = x_TH.shape[0] == 0  # such a rank makes the others wait for all it does
-        routing = self._nothing if idle else self.router(x_TH, keys_T)
+        routing = self.router.nothing() if idle else self.router(x_TH, keys_T)
         t1 = clock()
         observe("router", t1 - t0)
         self._board.enter("dispatch", self._index)
         shared_TH = None
-        if self.shared is None:  # nothing to put between
+        if overlap == "tbo" or (overlap == "sbo" and self.shared is not None):
+            received, ticket, shared_TH = yield from self._dispatch_apart(
+                x_TH, routing, most_tokens
+            )
+            t4 = clock()
+        else:
             received, ticket = transport.dispatch(x_TH, routing, most_tokens)
             t4 = clock()
             observe("dispatch", t4 - t1)
-        else:
-            pending = transport.dispatch_begin(x_TH, routing, most_tokens)
-            begun = clock() - t1
-            yield
-            t2 = clock()
-            if not idle:
-                shared_TH = self.shared(x_TH)
-                observe("shared", clock() - t2)
-            t3 = clock()
-            received, ticket = transport.dispatch_end(pending)
-            t4 = clock()
-            observe("dispatch", begun + t4 - t3)
         self._board.enter("experts", self._index)
         y = self.experts(received)
         t5 = clock()
         observe("experts", t5 - t4)
         self._board.enter("combine", self._index)
-        out_TH = transport.combine(y, ticket)
-        observe("combine", clock() - t5)
+        if overlap == "tbo":
+            begun_combine = self._apart.combine_begin(y, ticket)
+            t6 = clock()
+            yield
+            self._board.enter("combine", self._index)
+            t7 = clock()
+            out_TH = self._apart.combine_end(begun_combine)
+            observe("combine", t6 - t5 + clock() - t7)
+        else:
+            out_TH = transport.combine(y, ticket)
+            observe("combine", clock() - t5)
+        if shared_TH is None and not idle:
+            shared_TH = self._share(x_TH)
         return out_TH if shared_TH is None else out_TH + shared_TH
+
+    def _dispatch_apart(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None
+    ) -> Generator[None, None, tuple[Received, Ticket, Tensor | None]]:
+        """With the output of the shared expert, if there is one and any token."""
+        clock, transport = time.perf_counter, self._apart
+        t1 = clock()
+        pending = transport.dispatch_begin(x_TH, routing, most_tokens)
+        begun = clock() - t1
+        yield
+        shared_TH = self._share(x_TH) if x_TH.shape[0] else None
+        self._board.enter("dispatch", self._index)
+        t3 = clock()
+        received, ticket = transport.dispatch_end(pending)
+        self._recorder.observe("dispatch", begun + clock() - t3)
+        return received, ticket, shared_TH
+
+    def _share(self, x_TH: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        start = time.perf_counter()
+        shared_TH = self.shared(x_TH)
+        self._recorder.observe("shared", time.perf_counter() - start)
+        return shared_TH
 
 
 def build_moe_layer(

@@ -4,13 +4,17 @@ Scores and choice: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arX
 section 2.1.2), Qwen3-MoE, Mixtral, OLMoE; differences are fields of `MoESpec`.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from crossdock.core import MoESpec, Placement, Routing, parse_routing
+from crossdock.moe.capacity import keep_heaviest, limit_of
 from crossdock.moe.context import MoEContext, MoEWeights
+from crossdock.moe.quota import QuotaMap
 
 _ID_BITS = 16
 _SORTED_SCORES = 1024
@@ -25,24 +29,75 @@ class Router:
             raise ValueError(f"at most {1 << _ID_BITS} experts, got {spec.num_experts}")
         self.spec = spec
         self.router_EH, self.bias_E = weights.router_EH, weights.bias_E
-        self.slot_map = SlotMap(context.placement, index, context.device)
-        self._invariant = context.invariant
+        options, device = context.router, context.device
+        if options.adjusted:
+            bias_E = weights.bias_E
+            self.bias_E = weights.router_EH.new_zeros(spec.num_experts) if bias_E is None else bias_E
+        self.slot_map = SlotMap(context.placement, index, device, options.near)
+        self._invariant, self._recorder = context.invariant, context.recorder
         self._logits = _choose_logits(weights.router_EH, context)
-        self._tokens_E = context.load.tokens_LE[index]
+        self.tokens_E = context.load.tokens_LE[index]
+        self._capacity, self._dropped = options.capacity, context.load.dropped_L[index]
+        self._counts, self._quota_map = options.counts, None
+        if options.counts is not None:
+            self._quota_map = QuotaMap(context.placement, index, context.rank, device)
+        self._by_map = self._quota_map is None and self._capacity is None
         self._in_one_kernel = None
-        if context.device.type == "cuda" and not context.invariant:
-            self._in_one_kernel = _one_kernel(spec, self.slot_map, weights.bias_E, self._tokens_E)
+        if device.type == "cuda" and not context.invariant:
+            slot_map = self.slot_map if self._by_map else _identity(spec.num_experts, device)
+            self._in_one_kernel = _one_kernel(spec, slot_map, self.bias_E, self.tokens_E)
         # Among equal scores the lowest id wins, so it gets the highest low bits of the key.
-        self._low_bits_E = torch.arange(spec.num_experts - 1, -1, -1, device=context.device)
+        self._low_bits_E = torch.arange(spec.num_experts - 1, -1, -1, device=device)
+        self._nothing = Routing(
+            torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+            torch.empty(0, spec.top_k, device=device),
+        )
 
     def __call__(self, x_TH: Tensor, keys_T: Tensor) -> Routing:
         """keys_T: int64, a hash of (request, position)."""
         if self._in_one_kernel is not None:
-            return Routing(*self._in_one_kernel(self._logits(x_TH), keys_T))
-        ids_TK, weights_TK = self.choose(x_TH)
-        ids = ids_TK.view(-1)
-        self._tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
-        return Routing(self.slot_map(ids_TK, keys_T), weights_TK)
+            ids_TK, weights_TK = self._in_one_kernel(self._logits(x_TH), keys_T)
+            if self._by_map:  # they are slots already
+                return Routing(ids_TK, weights_TK)
+        else:
+            ids_TK, weights_TK = self.choose(x_TH)
+            ids = ids_TK.view(-1)
+            self.tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
+        if self._by_map:
+            return Routing(self.slot_map(ids_TK, keys_T), weights_TK)
+        if self._capacity is not None:
+            limit = limit_of(self._capacity, *ids_TK.shape, self.spec.num_experts)
+            over_TK = ~keep_heaviest(ids_TK, weights_TK, self.spec.num_experts, limit)
+            self._dropped += over_TK.sum()
+            ids_TK, weights_TK = ids_TK.masked_fill(over_TK, -1), weights_TK.masked_fill(over_TK, 0)
+        if self._quota_map is not None:
+            return Routing(self._quota_map(ids_TK, self._gather(ids_TK)), weights_TK)
+        slots_TK = self.slot_map(ids_TK.clamp(min=0), keys_T)
+        return Routing(slots_TK.masked_fill_(ids_TK < 0, -1), weights_TK)
+
+    def nothing(self) -> Routing:
+        """Of no tokens; where ranks exchange counts, the others wait for it."""
+        if self._quota_map is not None:
+            self._gather(self._nothing.slots_TK)
+        return self._nothing
+
+    def place(self, placement: Placement) -> None:
+        """Between steps; `placement` has the same shape as the one before."""
+        self.slot_map.update(placement)
+        if self._quota_map is not None:
+            self._quota_map.update(placement)
+
+    def _gather(self, ids_TK: Tensor) -> Tensor:
+        """`tokens_RE` of this exchange."""
+        assert self._counts is not None
+        start, E = time.perf_counter(), self.spec.num_experts
+        ids = ids_TK.reshape(-1)
+        ids = ids.masked_fill(ids < 0, E)
+        counts = torch.zeros(E + 1, dtype=torch.int64, device=ids.device)
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
+        tokens_RE = self._counts.gather(counts[:E])
+        self._recorder.observe("counts", time.perf_counter() - start)
+        return tokens_RE
 
     def choose(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """`(ids_TK, weights_TK)`: logical experts by falling score, and their fp32 weights."""
@@ -148,11 +203,24 @@ def _one_kernel(
     return lambda logits_TE, keys_T: route(logits_TE, keys_T, rule, replicas, tokens_E, bias_E)
 
 
+def _identity(experts: int, device: torch.device) -> "SlotMap":
+    """Each expert's slot is its number."""
+    return SlotMap(Placement(0, np.arange(experts)[None], experts, 1), 0, device)
+
+
 class SlotMap:
     """Logical expert to physical slot of one layer, at fixed addresses; a token's replica is chosen
-    by a hash of its key and the layer."""
+    by a hash of its key and the layer, among those on the first of the sets of ranks `near` that
+    has any, or else among all."""
 
-    def __init__(self, placement: Placement, index: int, device: torch.device):
+    def __init__(
+        self,
+        placement: Placement,
+        index: int,
+        device: torch.device,
+        near: Sequence[Sequence[int]] = (),
+    ):
+        self._near = near
         self._index, self.salt = index, _MIX_LAYER * (index + 1) & (1 << 62) - 1
         experts, slots = placement.num_experts, placement.slot_expert_LP.shape[1]
         self._width = slots - experts + 1  # the most replicas any placement of this size can have
@@ -165,8 +233,24 @@ class SlotMap:
         slots_EM, count_E = placement.replicas(self._index)
         if len(count_E) != len(self.count_E) or slots_EM.shape[1] > self._width:
             raise ValueError(f"placement {placement.epoch} has another number of experts or slots")
+        if self._near:
+            slots_EM, count_E = self._nearest(slots_EM, count_E, placement.slots_per_rank)
         self.slots_EM[:, : slots_EM.shape[1]].copy_(torch.from_numpy(slots_EM))
         self.count_E.copy_(torch.from_numpy(count_E))
+
+    def _nearest(
+        self, slots_EM: np.ndarray, count_E: np.ndarray, slots_per_rank: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        slots_EM, count_E = slots_EM.copy(), count_E.copy()
+        for expert, count in enumerate(count_E.tolist()):
+            all_ = slots_EM[expert, :count]
+            for ranks in self._near:
+                there = all_[np.isin(all_ // slots_per_rank, ranks)]
+                if there.size:
+                    slots_EM[expert] = np.resize(there, slots_EM.shape[1])
+                    count_E[expert] = there.size
+                    break
+        return slots_EM, count_E
 
     def __call__(self, ids_TK: Tensor, keys_T: Tensor) -> Tensor:
         ids = ids_TK.view(-1)

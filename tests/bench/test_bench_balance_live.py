@@ -19,7 +19,7 @@ def test_the_popular_experts_are_put_together():
 
 def test_a_run_balances_a_served_model(tmp_path, capfd):
     out = tmp_path / "live.json"
-    flags = ["--requests", "6", "--output-len", "24", "--rounds", "2", "--device", "cpu"]
+    flags = ["--requests", "6", "--lengths", "32:24", "--rounds", "2", "--device", "cpu"]
     assert run(["bench", "balance", "--live", str(STORYTELLER), *flags, "--out", str(out)]) == 0
     assert "live throughput, tokens/s" in capfd.readouterr().out
     cases = json.loads(out.read_text())["cases"]
@@ -32,8 +32,9 @@ def test_a_run_balances_a_served_model(tmp_path, capfd):
     gaps = {
         (case["shape"]["phase"], case["shape"]["percentile"]): case for case in named["live_itl"]
     }
-    assert len(gaps) == 6 and gaps["off", 50]["gaps"] == 2 * 6 * 23
-    assert 0 < gaps["moving", 50]["gaps"] < 2 * 6 * 23
+    assert len(gaps) == 6 and gaps["off", 50]["gaps"] == gaps["off", 99]["gaps"]
+    assert 2 * 6 * 12 < gaps["off", 50]["gaps"] <= 2 * 6 * 16
+    assert 0 < gaps["moving", 50]["gaps"] < 2 * 6 * 16
     for phase in ("off", "moving", "auto"):
         assert gaps[phase, 50]["median"] <= gaps[phase, 99]["median"]
     (before,) = named["live_imbalance_before"]
@@ -42,3 +43,9 @@ def test_a_run_balances_a_served_model(tmp_path, capfd):
     assert before["median"] > 1.2 and gain["median"] == pytest.approx(said["median"], abs=15)
     assert named["live_failed_requests"][0]["reached"] is True
     assert named["live_moved"][0]["median"] > 0
+
+
+@pytest.mark.parametrize("lengths", ["32", "0:8", "8:1", "a:b", "8:8:8"])
+def test_lengths_that_are_none_are_refused(lengths, capfd):
+    assert run(["bench", "balance", "--live", "nowhere", "--lengths", lengths]) == 2
+    assert "expected PROMPT:NEW" in capfd.readouterr().err

@@ -47,6 +47,12 @@ def test_items_cover_every_key_once(device: torch.device, lens: list[int], windo
     assert len(seq) <= split.items
 
 
+@pytest.mark.parametrize(("lens", "chunk"), [([4096] * 8, 4096), ([4096] * 2, 1024), ([9], 128)])
+def test_items_come_out_even_where_they_can(device: torch.device, lens: list[int], chunk: int):
+    split = split_keys(torch.tensor(lens, dtype=torch.int32, device=device), 8)
+    assert int(split.chunk) == chunk  # 8 items at once: one round each
+
+
 def test_queries_are_cut_at_the_tile(device: torch.device):
     lens = [3, 0, 64, 17]
     cu = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], device=device)

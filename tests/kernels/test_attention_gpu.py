@@ -1,5 +1,7 @@
 """Attention compiled, at real widths: every sequence against fp32, and replayed from a graph."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,29 +71,51 @@ def test_gqa_decode(heads, kv_heads, window, page, fp8):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads", [16, 20, 32, 64, 128])
-def test_mla_decode(heads, fp8):
-    table, lens, slots = paging(LENS, 16)
+@pytest.mark.parametrize(
+    ("heads", "page"), [(16, 16), (20, 16), (32, 64), (64, 5), (64, 16), (128, 16)]
+)
+def test_mla_decode(heads, page, fp8):
+    table, lens, slots = paging(LENS, page)
     q, q_rope = randn(heads, len(LENS), 512).transpose(0, 1), randn(len(LENS), heads, 64)
     cache, scales = randn(slots, 576), None
     if fp8:
         (latent, s0), (key, s1) = quantised(cache[:, :512]), quantised(cache[:, 512:])
         cache, scales = torch.cat((latent, key), 1), torch.stack((s0, s1), 1)
-    got = mla.decode_mla(q, q_rope, cache, table, lens, split_keys(lens, 64), 0.04, 16, scales)
-    want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 0.04, 16, scales)
+    got = mla.decode_mla(q, q_rope, cache, table, lens, split_keys(lens, 64), 0.04, page, scales)
+    want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 0.04, page, scales)
     assert error(got, want) < 6e-3
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(32, 4, None), (14, 2, 300)])
-def test_gqa_prefill(heads, kv_heads, window):
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(32, 4, None), (14, 2, None), (14, 2, 300)]
+)
+def test_gqa_prefill(heads, kv_heads, window, page):
     lens = [300, 130, 71, 2000]
-    table, lens_B, slots = paging(lens, 16)
+    table, lens_B, slots = paging(lens, page)
     q, k, v = randn(895, heads, 128), randn(slots, kv_heads, 128), randn(slots, kv_heads, 128)
     cu = torch.tensor([0, 1, 131, 195, 895], device=CUDA)
     split = split_queries(cu, 895, prefill.tile_tokens(heads // kv_heads))
-    got = prefill.prefill_gqa(q, k, v, table, cu, lens_B, split, 0.088, 16, window)
-    want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.088, 16, window)
+    got = prefill.prefill_gqa(q, k, v, table, cu, lens_B, split, 0.088, page, window)
+    want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.088, page, window)
     assert error(got, want) < 8e-3
+
+
+def test_mla_prefill():
+    h, lens, cu = 16, [300, 130, 71, 2000], torch.tensor([0, 1, 131, 195, 895], device=CUDA)
+    q, kv, key = randn(895, h, 192), randn(2501, h, 256), randn(2501, 576)[:, 512:]
+    cu_k = torch.tensor([0, 300, 430, 501, 2501], device=CUDA)
+    lens_B = torch.tensor(lens, dtype=torch.int32, device=CUDA)
+    split = split_queries(cu, 895, prefill.tile_tokens(1))
+    got = prefill.prefill_mla(
+        q[..., :128], q[..., 128:], kv[..., :128], kv[..., 128:], key, cu, cu_k, lens_B, split, 0.07
+    )
+    k = torch.cat((kv[..., :128], key[:, None].expand(-1, h, -1)), -1)
+    bounds = zip(*(pairwise(x.tolist()) for x in (cu, cu_k)), strict=True)
+    want = [
+        prefill.causal_twin(q[a:b], k[c:d], kv[c:d, :, 128:], 0.07) for (a, b), (c, d) in bounds
+    ]
+    assert error(got, torch.cat(want)) < 8e-3
 
 
 def test_a_graph_replays_with_other_lengths_and_pages():

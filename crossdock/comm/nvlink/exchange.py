@@ -55,6 +55,10 @@ class NvlinkExchange:
         """Most that a kernel has, each half of one that sends and receives."""
         return self._state.programs
 
+    @programs.setter
+    def programs(self, most: int) -> None:
+        self._state.programs = most
+
     def dispatch_send(self, at: int, x_TH: Tensor, slots_TK: Tensor, weights_TK: Tensor) -> None:
         """Pushes rows of set `at` to all who need them. slots int64, -1: none; weights fp32."""
         dispatching.send(self._state, at, (x_TH, slots_TK, weights_TK))

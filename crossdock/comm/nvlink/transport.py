@@ -1,5 +1,7 @@
 """The transport over the exchanges: which of them a step uses, and how rows are handed on."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +96,19 @@ class NvlinkTransport:
         """Of symmetric memory on each rank."""
         low = 0 if self.low_latency is None else self.low_latency.layout.nbytes
         return self.exchange.layout.nbytes + low
+
+    @contextmanager
+    def limited(self, programs: int) -> Iterator[None]:
+        """Kernels launched meanwhile have at most so many programs; the same on all ranks."""
+        lanes = [lane for lane in (self._normal, self._low_latency) if lane is not None]
+        before = [lane.exchange.programs for lane in lanes]
+        try:
+            for lane in lanes:
+                lane.exchange.programs = min(programs, lane.exchange.programs)
+            yield
+        finally:
+            for lane, most in zip(lanes, before, strict=True):
+                lane.exchange.programs = most
 
     def dispatch_begin(
         self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None

@@ -1,0 +1,102 @@
+"""Exchanges on a stream of their own, beside what the compute stream does from begin to end."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from crossdock.core import Received, Routing, Transport
+from crossdock.core.protocols import Ticket
+
+PROGRAMS = 96
+"""Of an exchange beside computing: 24 multiprocessors' worth, which is what DeepEP takes."""
+_FIRST = -1
+"""Priority of the stream: an exchange that has begun must not wait for room behind computing."""
+
+
+class LimitedTransport(Transport, Protocol):
+    """One whose kernels can be told how many programs to have."""
+
+    def limited(self, programs: int) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """`reads`: what the exchange reads, which must not be freed before it has ended."""
+
+    result: Any
+    done: torch.cuda.Event
+    reads: tuple[Any, ...]
+
+
+class ApartTransport:
+    """`inner` of CUDA ranks. Whatever is begun is launched whole, sending and receiving in one, so
+    that nothing spins on the compute stream, and one exchange at a time: its grid has at most
+    `programs`, and kernels beside it, which never wait for peers, get the rest of the device.
+
+    Tensors cross streams without being recorded: an exchange waits for all that the compute stream
+    was given before it, so memory of the exchanges' stream that was freed meanwhile is read by
+    nobody; and what it reads is kept until the compute stream has waited for it.
+    """
+
+    def __init__(self, inner: LimitedTransport, device: torch.device, programs: int):
+        self.inner, self.programs = inner, programs
+        self.per_expert, self.on_device = inner.per_expert, inner.on_device
+        self._stream = torch.cuda.Stream(device, priority=_FIRST)
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.inner.max_tokens
+
+    def dispatch_begin(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> _Begun:
+        launch = lambda: self.inner.dispatch(x_TH, routing, most_tokens)  # noqa: E731
+        return self._begin(launch, (x_TH, routing))
+
+    def dispatch_end(self, pending: _Begun) -> tuple[Received, Ticket]:
+        return self._end(pending)
+
+    def dispatch(
+        self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
+    ) -> tuple[Received, Ticket]:
+        return self.inner.dispatch(x_TH, routing, most_tokens)
+
+    def combine_begin(self, y: Tensor, ticket: Ticket) -> _Begun:
+        return self._begin(lambda: self.inner.combine(y, ticket), (y, ticket))
+
+    def combine_end(self, pending: _Begun) -> Tensor:
+        return self._end(pending)
+
+    def combine(self, y: Tensor, ticket: Ticket) -> Tensor:
+        return self.inner.combine(y, ticket)
+
+    def bytes_sent(self) -> dict[str, int]:
+        return self.inner.bytes_sent()
+
+    def close(self) -> None:
+        """`inner` is closed by whoever made it."""
+
+    def _begin(self, launch: Callable[[], Any], reads: tuple[Any, ...]) -> _Begun:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), self.inner.limited(self.programs):
+            result = launch()
+            return _Begun(result, self._stream.record_event(), reads)
+
+    def _end(self, pending: _Begun) -> Any:
+        torch.cuda.current_stream().wait_event(pending.done)
+        return pending.result
+
+
+def build_apart(kind: str, transport: Transport, device: torch.device) -> Transport:
+    """`transport`, of this kind, as it is used where work is put between begin and end."""
+    if kind != "nvlink" or device.type != "cuda":
+        return transport
+    # Imports triton.
+    from crossdock.comm.nvlink import NvlinkTransport
+
+    assert isinstance(transport, NvlinkTransport)
+    return ApartTransport(transport, device, PROGRAMS)

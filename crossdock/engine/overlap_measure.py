@@ -1,0 +1,148 @@
+"""At the start: steps of made-up batches in each overlap mode, and which mode pays from what size.
+
+All ranks take part and decide alike, from the times of the slowest rank. What a step costs is a
+matter of the machine and of what else runs on it, so a mode must win clearly, or it stays out.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from crossdock.comm import World, await_start
+from crossdock.core import OverlapMode, Plan, Request, SamplingParams, Scheduled
+from crossdock.engine.overlap import OverlapPolicy, Rung, middle, unmeasured
+from crossdock.engine.runner import Runner
+
+_FIRST_TOKENS, _FACTOR = 8, 4
+"""Sizes: the first, and how much larger each next one is."""
+_REPEATS = 5
+_GAIN = 0.98
+"""Median time over that of "off", of neighbours in time, at which a mode pays."""
+_BUDGET_S = {"cpu": 0.3, "cuda": 3.0}
+"""What measuring may take. Sizes whose steps are longer are left out: the largest that was measured
+stands for them."""
+_CONTEXT = 64
+"""Tokens that decodes see at most."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a step and of the cache."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    vocab_size: int
+
+
+def measure_overlap(
+    modes: Sequence[OverlapMode], runner: Runner, world: World, limits: Limits
+) -> OverlapPolicy:
+    """Collective. What it counted and what it left in the cache are the caller's to forget.
+
+    Args:
+        modes: beside "off", those that can run.
+    """
+    world.board.enter("agree", step=0)
+    await_start(world)
+    meter = _Meter(runner, world, limits)
+    budget = _BUDGET_S[world.device.type]
+    spent, rungs = 0.0, [Rung(0, "off")]
+    for tokens in _sizes(limits.max_num_batched_tokens):
+        plan = _made_up(tokens, limits, world.rank)
+        if plan.num_tokens <= rungs[-1].tokens:
+            break
+        meter.seconds(plan, "off")  # compiles, and takes memory
+        step = meter.seconds(plan, "off")
+        spent += step * (1 + (_REPEATS + 1) * (len(modes) + 1))
+        if spent > budget:
+            break
+        rungs.append(_rung(plan.num_tokens, _compare(meter, plan, ("off", *modes))))
+    if len(rungs) == 1:
+        return unmeasured(f"no step could be measured in {budget:g} s")
+    return OverlapPolicy("auto", tuple(rungs), f"measured up to {rungs[-1].tokens} tokens a rank")
+
+
+def _sizes(most: int) -> Iterator[int]:
+    tokens = _FIRST_TOKENS
+    while tokens < most:
+        yield tokens
+        tokens *= _FACTOR
+    yield most
+
+
+def _compare(
+    meter: "_Meter", plan: Plan, modes: Sequence[OverlapMode]
+) -> dict[OverlapMode, list[float]]:
+    """Seconds of each repeat; modes take turns."""
+    for mode in modes[1:]:
+        meter.seconds(plan, mode)
+    turns = [modes if turn % 2 == 0 else modes[::-1] for turn in range(_REPEATS)]
+    times: dict[OverlapMode, list[float]] = {mode: [] for mode in modes}
+    for turn in turns:
+        for mode in turn:
+            times[mode].append(meter.seconds(plan, mode))
+    return times
+
+
+def _rung(tokens: int, times: dict[OverlapMode, list[float]]) -> Rung:
+    """The fastest of those that pay; halves must also beat what is best of whole batches."""
+    whole: OverlapMode = "off"
+    if "sbo" in times and pays(times["sbo"], times["off"]):
+        whole = "sbo"
+    halves = "tbo" in times and pays(times["tbo"], times[whole])
+    ms = {mode: round(median(t) * 1e3, 4) for mode, t in times.items()}
+    return Rung(tokens, whole, halves, ms)
+
+
+def pays(times: Sequence[float], base: Sequence[float]) -> bool:
+    """Whether the median ratio of neighbours in time says so, and all ratios but one agree."""
+    ratios = sorted(t / b for t, b in zip(times, base, strict=True))
+    return median(ratios) <= _GAIN and ratios[-2] < 1
+
+
+class _Meter:
+    def __init__(self, runner: Runner, world: World, limits: Limits):
+        self._runner, self._world, self._limits = runner, world, limits
+
+    def seconds(self, plan: Plan, mode: OverlapMode) -> float:
+        """A step on all ranks, every one of which has a plan of this shape; of the slowest."""
+        device, lockstep = self._world.device, self._world.lockstep
+        cut = middle([len(item.tokens) for item in plan.items])
+        most = plan.num_tokens if mode != "tbo" else max(cut, plan.num_tokens - cut)
+        lockstep.exchange((0,))
+        start = time.perf_counter()
+        self._runner.run(plan, most, mode, cut)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - start
+        return max(row[0] for row in lockstep.exchange((int(took * 1e9),))) / 1e9
+
+
+def _made_up(tokens: int, limits: Limits, rank: int) -> Plan:
+    """Decodes while there are sequences enough, else prefills of one length; none of them samples.
+    Sequences use pages in turn, so that few of a large cache are touched."""
+    count = min(tokens, limits.max_num_seqs)
+    length = min(-(-tokens // count), limits.max_model_len, limits.num_pages * limits.page_size)
+    start = min(_CONTEXT, limits.max_model_len - 1) if length == 1 else 0
+    start = min(start, limits.num_pages * limits.page_size - 1)
+    draw = random.Random(rank)
+    pages_each = -(-(start + length) // limits.page_size)
+    items: list[Scheduled] = []
+    for i in range(count):
+        here = min(length, tokens - i * length)
+        if here <= 0:
+            break
+        first = i * pages_each
+        pages = tuple((first + n) % limits.num_pages for n in range(pages_each))
+        ids = tuple(draw.randrange(limits.vocab_size) for _ in range(here))
+        request = Request(str(i), ids, SamplingParams(), key=draw.getrandbits(63))
+        items.append(Scheduled(request, start, ids, pages, sample=False))
+    items.sort(key=lambda item: len(item.tokens) > 1)
+    return Plan(tuple(items))
