@@ -110,8 +110,7 @@ def reroute_quotas(
 def _with_rest(
     whole_Q: np.ndarray, rest_Q: np.ndarray, expert_Q: np.ndarray, num_experts: int
 ) -> np.ndarray:
-    """Whole parts, and one more for the largest of the rests, as many as each expert's amount to.
-    """
+    """Whole parts, one more for the largest rests: as many as an expert's amount to."""
     missing_E = np.rint(np.bincount(expert_Q, rest_Q, num_experts))
     # Slots of an expert together, those with the largest remainder first.
     order = np.lexsort((np.arange(len(rest_Q)), -rest_Q, expert_Q))

@@ -22,6 +22,7 @@ from crossdock.balance import (
 from crossdock.balance.eplb import rebalance_experts
 from crossdock.balance.generate import draw_loads, zipf_weights
 from crossdock.balance.homes import home_slots
+from crossdock.bench.balance_choice import replica_choices
 from crossdock.bench.balance_loads import drifting_loads, record
 from crossdock.bench.report import Case, Report, case_of, cpu_name
 
@@ -63,6 +64,10 @@ def run_balance(options: BalanceOptions, on_progress: Callable[[str], None]) -> 
             on_progress(f"generator: {ranks} ranks, ratio {ratio}")
             cases += generated(ranks, ratio, options.seeds, options.tokens)
     for ranks in options.ranks:
+        on_progress(f"choice of replicas: {ranks} ranks")
+        for tokens in (128, options.tokens):
+            cases += replica_choices(ranks, options.seeds, tokens)
+    for ranks in options.ranks:
         for drift in (0.1, 0.2):
             on_progress(f"drifting loads: {ranks} ranks, {drift:g} a window")
             loads = drifting_loads(
@@ -88,6 +93,8 @@ def report(options: BalanceOptions, cases: Sequence[Case], command: str) -> Repo
             "the start, which `moves` and replicas are counted from",
             "generator": "means over seeds; experts at home in order, the redundant slots empty; "
             "lp splits over eplb's copies",
+            "choice": "one step of so many tokens a rank, copies placed by eplb for their "
+            "popularity; on_own_rank: the part that does not travel; all ranks on one node",
             "drift": "planned on window i, scored on i + 1; moves by experts that reach a rank "
             "without them, all windows and layers; the start is the linear placement",
             "small": "means over layers or loads; optimal splits equally, so quota and lp can "

@@ -64,8 +64,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """`began`, `ended`: of the move, on the clock of the gaps. `left`: the part of the time of the
-    fullest ranks' experts that the plan leaves, `share` what they took of a step."""
+    """`began`, `ended`: of the balancer's look, on the clock of the gaps; the move is the last part
+    of it. `share`: what experts took of a step. `measured_gain`: of balancedness."""
 
     off: Load
     moving: Load
@@ -75,6 +75,14 @@ class Round:
     outcome: "Outcome"
     share: float
     measured_gain: float
+
+    @property
+    def moved_from(self) -> float:
+        return self.ended - self.outcome.seconds
+
+    def gaps_within(self, start: float, end: float) -> list[float]:
+        """Seconds, of gaps that have a part in that time."""
+        return [gap for at, gap in self.moving.gaps if start <= at and at - gap <= end]
 
 
 @dataclass(frozen=True)
@@ -159,35 +167,45 @@ def _run(
     output_len: int,
     at_part: Callable[[], None] | None = None,
 ) -> Load:
-    """All prompts at once; `at_part` runs in a thread of its own once a part of the tokens came."""
+    """All prompts at once; `at_part` runs in a thread of its own once a part of the tokens came, and
+    until it has ended prompts that were answered are asked again."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     done = threading.Condition()
-    arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
+    arrivals: list[list[tuple[float, int]]] = []
     reasons: list[str] = []
     due = MOVE_AT * len(prompts) * output_len
-    thread = threading.Thread(target=at_part) if at_part is not None else None
     came, since = 0, inf
+    thread = threading.Thread(target=at_part) if at_part is not None else None
 
-    def listen(index: int, update: Any) -> None:
+    def ask(prompt: Sequence[int]) -> None:
+        row = list[tuple[float, int]]()
+        arrivals.append(row)
+        name = f"live-{start}-{len(arrivals)}"
+        llm.client.submit(name, prompt, params, partial(listen, prompt, row))
+
+    def listen(prompt: Sequence[int], row: list[tuple[float, int]], update: Any) -> None:
         nonlocal came, since
         with done:
             if update.token_ids:
-                arrivals[index].append((time.perf_counter(), len(update.token_ids)))
+                row.append((time.perf_counter(), len(update.token_ids)))
                 came += len(update.token_ids)
-            if update.finish_reason is not None:
-                reasons.append(update.finish_reason)
             if since == inf and came >= due:
                 since = time.perf_counter()
                 if thread is not None:
                     thread.start()
-            if len(reasons) == len(prompts):
+            if update.finish_reason is None:
+                return
+            reasons.append(update.finish_reason)
+            if thread is not None and thread.is_alive() and update.finish_reason == "length":
+                ask(prompt)
+            if len(reasons) == len(arrivals):
                 done.notify_all()
 
     start = time.perf_counter()
-    for index, prompt in enumerate(prompts):
-        llm.client.submit(f"live-{start}-{index}", prompt, params, partial(listen, index))
     with done:
-        done.wait_for(lambda: len(reasons) == len(prompts))
+        for prompt in prompts:
+            ask(prompt)
+        done.wait_for(lambda: len(reasons) == len(arrivals))
     seconds = time.perf_counter() - start
     if thread is not None and since < inf:
         thread.join()
@@ -238,7 +256,8 @@ def report(run: LiveRun, command: str) -> Report:
             "experts' time (live_expert_share; assumed, not measured, on GPUs) follows the fullest "
             "ranks' tokens",
             "off": "the popular experts together on the first ranks, nobody moves them",
-            "moving": "gaps that ended while experts moved, and the load in which they did",
+            "moving": "gaps that fall into the move, and the load in which it was; planning: into "
+            "the planning before it, in a process of its own",
             "auto": "the placement that the automatic mode moved to",
         },
     }
@@ -249,10 +268,8 @@ def _latencies(run: LiveRun, shape: dict[str, Any], asked: bool) -> list[Case]:
     """Gaps of all rounds together; the rise by round."""
     gaps = {
         "off": [[s for _, s in r.off.gaps] for r in run.rounds],
-        "moving": [
-            [s for at, s in r.moving.gaps if r.began <= at and at - s <= r.ended]
-            for r in run.rounds
-        ],
+        "planning": [r.gaps_within(r.began, r.moved_from) for r in run.rounds],
+        "moving": [r.gaps_within(r.moved_from, r.ended) for r in run.rounds],
         "auto": [[s for _, s in r.auto.gaps] for r in run.rounds],
     }
     cases = []

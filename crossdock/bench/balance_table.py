@@ -15,11 +15,25 @@ TITLES = {
     "small_fullest_rank": "small cases: load of the fullest rank, mean",
     "generator_imbalance": "UltraEP's generator, 256 experts, 2 redundant slots a rank: imbalance",
     "generator_replicas": "UltraEP's generator: replicas",
+    "choice_imbalance": "choice of replicas in a step: imbalance",
     "drift_imbalance": "planned on window i, scored on i + 1: imbalance",
     "sticky_improvement_over_eplb": "part of eplb's improvement that sticky reaches",
     "sticky_moves_over_eplb": "experts that sticky moves, over eplb's",
+    "answers_imbalance": "methods that change answers: imbalance",
+    "answers_log_likelihood": "methods that change answers: log-likelihood, nats a token",
 }
-EXTRA = ("before", "replicas", "moves", "imbalance", "ms_per_layer", "ms", "fastest_ms")
+EXTRA = (
+    "before",
+    "replicas",
+    "moves",
+    "imbalance",
+    "ms_per_layer",
+    "ms",
+    "fastest_ms",
+    "dropped",
+    "change",
+    "on_own_rank",
+)
 
 
 def render(report: Report) -> RenderableType:

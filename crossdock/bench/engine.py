@@ -22,14 +22,15 @@ PARTS = ("agree", "attention", "router", "dispatch", "experts", "shared", "combi
 class EngineOptions:
     """`ranks` and `threads` (per rank) of the same length, or one of them of length 1.
 
-    `settings`: further fields of `EngineConfig`. `target`: the ratio to reach, to transformers if
-    that runs too, else to the first of our variants.
+    `overlap`: modes to compare. `settings`: further fields of `EngineConfig`. `target`: the ratio
+    to reach, to transformers if that runs too, else to the first of our variants.
     """
 
     model: str
     ranks: tuple[int, ...] = (1,)
     threads: tuple[int, ...] = (1,)
     invariant: bool = False
+    overlap: tuple[str, ...] = ("auto",)
     vs_transformers: bool = False
     num_prompts: int = 32
     input_len: tuple[int, int] = (20, 200)
@@ -47,29 +48,34 @@ class Variant:
     ranks: int
     threads: int
     invariant: bool = False
+    overlap: str = "auto"
 
     @property
     def name(self) -> str:
         who = f"{self.ranks} rank" + "s" * (self.ranks > 1) if self.ranks else "transformers"
         threads = f"{self.threads} thread" + "s" * (self.threads > 1)
-        return f"{who}, {threads}" + (", invariant" if self.invariant else "")
+        overlap = "" if self.overlap == "auto" else f", overlap {self.overlap}"
+        return f"{who}, {threads}" + (", invariant" if self.invariant else "") + overlap
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """`answers[variant]`: one dict per repeat, as the children answer."""
+    """`answers[variant]`: one dict per repeat, as the children answer. `prompt_tokens`: of all
+    prompts together."""
 
     options: EngineOptions
     variants: tuple[Variant, ...]
     facts: dict[Variant, dict[str, Any]]
     answers: dict[Variant, list[dict[str, Any]]]
+    prompt_tokens: int
 
 
 OnProgress = Callable[[str], None]
 
 
 def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
-    """Ours in the order asked for, each followed by its invariant twin; then transformers."""
+    """Ours in the order asked for, each in every overlap mode and followed by its invariant twins;
+    then transformers."""
     many = max(len(options.ranks), len(options.threads))
     if {len(options.ranks), len(options.threads)} - {1, many}:
         raise ConfigError(
@@ -79,13 +85,12 @@ def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
     ranks, threads = (v * many if len(v) == 1 else v for v in (options.ranks, options.threads))
     found = []
     for r, t in zip(ranks, threads, strict=True):
-        found.append(Variant(r, t))
-        if options.invariant:
-            found.append(Variant(r, t, invariant=True))
+        for invariant in (False, True)[: 1 + options.invariant]:
+            found += [Variant(r, t, invariant, overlap) for overlap in options.overlap]
     if options.vs_transformers:
         found.append(Variant(0, threads[0]))
     if len(set(found)) < len(found):
-        raise ConfigError("the same --ranks and --threads are there twice")
+        raise ConfigError("the same --ranks, --threads and --overlap are there twice")
     return tuple(found)
 
 
@@ -113,7 +118,7 @@ def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: N
             for variant in _order(variants, turn):
                 on_progress(f"{turn + 1} of {options.repeats}: {variant.name}")
                 answers[variant].append(children[variant].ask(request))
-    return EngineRun(options, variants, facts, answers)
+    return EngineRun(options, variants, facts, answers, sum(map(len, prompts)))
 
 
 def _order(variants: tuple[Variant, ...], turn: int) -> Iterator[Variant]:
@@ -130,6 +135,7 @@ def _settings(options: EngineOptions, variant: Variant) -> tuple[str, dict[str, 
             "ranks": variant.ranks,
             "threads": variant.threads,
             "invariant": variant.invariant,
+            "overlap": variant.overlap,
             "prefix_caching": False,
         }
         EngineConfig(**settings)  # refuses here what no child could start with
@@ -170,6 +176,7 @@ def _prompts(options: EngineOptions) -> list[list[int]]:
 def report(run: EngineRun, command: str) -> Report:
     cases = [
         *(_throughput(run, v) for v in run.variants),
+        *(_prompt_throughput(run, v) for v in run.variants),
         *_ratios(run),
         *(case for v in run.variants if v.ranks for case in (_step(run, v), _memory(run, v))),
     ]
@@ -215,6 +222,12 @@ def _throughput(run: EngineRun, variant: Variant) -> Case:
         "output_throughput", _rates(run, variant), "tokens/s", "higher", _shape(run, variant),
         against=against,
     )  # fmt: skip
+
+
+def _prompt_throughput(run: EngineRun, variant: Variant) -> Case:
+    """Of the same runs: what counts where outputs are short."""
+    rates = [run.prompt_tokens / answer["seconds"] for answer in run.answers[variant]]
+    return case_of("input_throughput", rates, "tokens/s", "higher", _shape(run, variant))
 
 
 def _ratios(run: EngineRun) -> Iterator[Case]:

@@ -78,8 +78,12 @@ def run_moe(options: MoEOptions, on_progress: Callable[[str], None] = lambda wha
     for what, value in (("--hidden", options.hidden), ("--width", spec.intermediate_size)):
         if value % 128:
             raise ConfigError(f"{what} {value}: expected a multiple of 128")
-    if spec.num_experts % options.ranks:
-        raise ConfigError(f"--experts {spec.num_experts}: expected a multiple of {options.ranks}")
+    # A group's score is the sum of its two best experts.
+    if spec.num_experts % options.ranks or spec.num_experts % (2 * spec.num_groups):
+        raise ConfigError(
+            f"--experts {spec.num_experts}: expected a multiple of {options.ranks} ranks and of "
+            f"{2 * spec.num_groups}, two in each of {spec.num_groups} groups"
+        )
     layers = []
     with ExitStack() as stack:
         on_progress(f"starting {options.ranks} ranks")

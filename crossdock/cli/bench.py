@@ -28,9 +28,13 @@ def engine(
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compare with invariant mode too.")
     ] = False,
+    overlap: Annotated[
+        str | None,
+        typer.Option(help="off, sbo, tbo or auto; a list is compared.", show_default=False),
+    ] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 32,
     input_len: Annotated[str, typer.Option(help="Tokens: N, or LOW:HIGH.")] = "20:200",
-    output_len: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 64,
+    output_len: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
     prompts: Annotated[
         Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
     ] = None,
@@ -71,6 +75,7 @@ def engine(
         ranks=parse_counts(ranks, "--ranks"),
         threads=parse_counts(threads, "--threads"),
         invariant=invariant,
+        overlap=tuple(overlap.split(",")) if overlap else (fields.get("overlap", "auto"),),
         vs_transformers=vs is not None,
         num_prompts=num_prompts,
         input_len=lengths[0],

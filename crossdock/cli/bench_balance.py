@@ -11,6 +11,7 @@ from crossdock.cli.settings import ConfigFile, Device, settings
 from crossdock.core import ConfigError
 
 if TYPE_CHECKING:
+    from crossdock.bench.balance_answers import AnswersOptions
     from crossdock.bench.balance_live import LiveOptions
 
 
@@ -19,8 +20,8 @@ def balance(
     ranks: Annotated[
         str | None,
         typer.Option(
-            help="Of made loads: each must divide 256. Of --live: one number. "
-            "[default: 32,64; of --live 2]"
+            help="Of made loads: each must divide 256. Of --live and --text: one number. "
+            "[default: 32,64; of --live 2, of --text 8]"
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Loads of each kind.")] = 10,
@@ -42,6 +43,14 @@ def balance(
     requests: Annotated[int, typer.Option(min=1, help="Of --live, at once.")] = 16,
     lengths: Annotated[str, typer.Option(help="Tokens of each, PROMPT:NEW.")] = "32:96",
     rounds: Annotated[int, typer.Option(min=1, help="Of --live, each from the start.")] = 5,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Not the planners, but what methods that change answers do to the balance of "
+            "--model, and to the likelihood of this text (plain or .gz), best one that it was not "
+            "trained on.",
+        ),
+    ] = None,
     device: Device = None,
     config: ConfigFile = None,
     out: OutFile = None,
@@ -49,6 +58,7 @@ def balance(
 ) -> None:
     """The planners side by side: balance, replicas, moves and planning time."""
     from crossdock.bench import balance as bench
+    from crossdock.bench.balance_answers import AnswersOptions
     from crossdock.bench.balance_table import render
     from crossdock.bench.report import parse_counts
 
@@ -58,6 +68,12 @@ def balance(
         (count,) = parse_counts(ranks or "2", "--ranks")[:1]
         fields, _ = settings(config, device=device)
         _live(ctx, LiveOptions(live, count, requests, *_lengths(lengths), rounds, fields), out)
+        return
+    if text is not None:
+        if model is None:
+            raise ConfigError("--text is scored by a model; name one with --model")
+        (count,) = parse_counts(ranks or "8", "--ranks")[:1]
+        _answers(ctx, AnswersOptions(model, text, count), out)
         return
     counts = parse_counts(ranks or "32,64", "--ranks")
     for count in counts:
@@ -80,6 +96,17 @@ def _lengths(text: str) -> tuple[int, int]:
         if prompt >= 1 and new >= 2:
             return prompt, new
     raise ConfigError(f"--lengths {text!r}: expected PROMPT:NEW, such as 32:96, NEW from 2")
+
+
+def _answers(ctx: typer.Context, options: "AnswersOptions", out: Path | None) -> None:
+    from crossdock.bench import balance_answers as bench
+    from crossdock.bench.balance_table import render
+
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        cases = bench.run_answers(options, on_progress)
+    report = bench.report(options, cases, command_line())
+    finish(report.document(), render(report), out, output)
 
 
 def _live(ctx: typer.Context, options: "LiveOptions", out: Path | None) -> None:

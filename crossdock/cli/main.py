@@ -10,7 +10,17 @@ from typing import Annotated
 import typer
 
 from crossdock import __version__
-from crossdock.cli import balance, bench, bench_balance, check, generate, plan, serve
+from crossdock.cli import (
+    balance,
+    bench,
+    bench_balance,
+    bench_quant,
+    bench_suite,
+    check,
+    generate,
+    plan,
+    serve,
+)
 from crossdock.cli.output import Output, open_output
 from crossdock.core import ConfigError, CrossdockError
 from crossdock.core.env import read_env
@@ -50,7 +60,9 @@ def build_app() -> typer.Typer:
     benches.command("experts")(bench.experts)
     benches.command("moe")(bench.moe)
     benches.command("balance")(bench_balance.balance)
+    benches.command("quant")(bench_quant.quant)
     benches.command("startup")(bench.startup)
+    benches.command("suite")(bench_suite.suite)
     benches.command("plan")(bench.plan)
     return app
 

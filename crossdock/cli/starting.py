@@ -48,10 +48,13 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "dtype": client.info[0]["dtype"],
         "threads_per_rank": config.threads,
         "invariant": config.invariant,
+        "altering": config.altering,
         "experts": spec.moe.num_experts,
         "slots": sum(slots),
         "max_model_len": client.max_model_len,
         "transport": client.info[0]["transport"],
+        "attention": client.info[0]["attention"],
+        "overlap": client.info[0]["overlap"],
         "transport_bytes": max(rank["transport_bytes"] for rank in client.info),
         "rank_memory": [
             {k: rank[k] for k in ("device", "weight_bytes", "kv_bytes", "kv_tokens")}
@@ -72,9 +75,14 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
         f"model      {facts['model']} ({facts['architecture']}, "
         f"{_count(facts['parameters'])} parameters, {facts['dtype']})",
         f"ranks      {where}, {threads} each{mode}; context {facts['max_model_len']:,} tokens",
+        f"attention  {facts['attention']}",
         f"transport  {facts['transport']}{buffers}",
+        f"overlap    {overlap_line(facts['overlap'])}",
         f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
     ]
+    if facts["altering"]:
+        said = ", ".join(f"{name} {value:g}" for name, value in facts["altering"].items())
+        lines.append(f"answers    depend on what else is served: {said}")
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, m in enumerate(facts["rank_memory"]):
         key = (m["weight_bytes"], m["kv_bytes"], m["kv_tokens"])
@@ -96,6 +104,16 @@ def placement_line(experts: int, ranks: int, slots: int) -> str:
     if experts % ranks and each == -(-experts // ranks):
         line += f" ({ranks} ranks do not divide {experts}: slots rounded up)"
     return line
+
+
+def overlap_line(overlap: dict[str, Any]) -> str:
+    """What runs while rows travel, from how many tokens of the fullest rank on, and why."""
+    ran: list[str] = []
+    for rung in overlap["ladder"]:
+        mode = "tbo" if rung["halves"] else rung["whole"]
+        if not ran or not ran[-1].startswith(mode):
+            ran.append(f"{mode} from {rung['tokens']} tokens" if ran else mode)
+    return f"{', '.join(ran)} ({overlap['why']})"
 
 
 def _span(ranks: list[int]) -> str:

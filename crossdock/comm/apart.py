@@ -11,8 +11,9 @@ from torch import Tensor
 from crossdock.core import Received, Routing, Transport
 from crossdock.core.protocols import Ticket
 
-PROGRAMS = 96
-"""Of an exchange beside computing: 24 multiprocessors' worth, which is what DeepEP takes."""
+PROGRAMS = 48
+"""Of each half of an exchange beside computing: at four a multiprocessor both fill 24, the default
+of DeepEP's kernels on Hopper."""
 _FIRST = -1
 """Priority of the stream: an exchange that has begun must not wait for room behind computing."""
 
@@ -34,8 +35,8 @@ class _Begun:
 
 class ApartTransport:
     """`inner` of CUDA ranks. Whatever is begun is launched whole, sending and receiving in one, so
-    that nothing spins on the compute stream, and one exchange at a time: its grid has at most
-    `programs`, and kernels beside it, which never wait for peers, get the rest of the device.
+    that nothing spins on the compute stream, and one exchange at a time: each of its halves has at
+    most `programs`, and kernels beside it, which never wait for peers, get the rest of the device.
 
     Tensors cross streams without being recorded: an exchange waits for all that the compute stream
     was given before it, so memory of the exchanges' stream that was freed meanwhile is read by

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from crossdock.comm.lockstep import broken
-from crossdock.comm.shared import SETS, SharedMemory
+from crossdock.comm.shared import SETS, SharedMemory, require_total_store_order
 from crossdock.comm.waiting import Waiter
 from crossdock.comm.world import COUNTS, World
 from crossdock.core import CapacityError, ConfigError
@@ -41,6 +41,7 @@ class ShmCounts:
         self, rank: int, size: int, experts: int, memory: SharedMemory, waiter: Waiter,
         recorder: Recorder,
     ):  # fmt: skip
+        require_total_store_order()
         if counts_bytes(size, experts) > memory.nbytes:
             raise CapacityError(
                 f"counts of {experts} experts on {size} ranks need {counts_bytes(size, experts)} "

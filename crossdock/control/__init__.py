@@ -1,8 +1,10 @@
 """When to move experts: pure decisions over readings of the ranks. Knows no engine and no clock."""
 
 from crossdock.control.rebalance import (
+    Decision,
     History,
     Proposal,
+    Question,
     decide,
     enough,
     expert_share,
@@ -13,8 +15,10 @@ from crossdock.control.rebalance import (
 from crossdock.control.window import Reading, Window
 
 __all__ = [
+    "Decision",
     "History",
     "Proposal",
+    "Question",
     "Reading",
     "Window",
     "decide",

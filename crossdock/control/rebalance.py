@@ -5,16 +5,18 @@ placement saves as much as it lowers the sum over layers of the fullest rank's l
 """
 
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
-from crossdock.balance import POLICIES, Answer, Problem, diff, imbalance, settle
+from crossdock.balance import POLICIES, Answer, Problem, diff, imbalance, settle, split
 from crossdock.control.window import Window
 from crossdock.core import ConfigError, EngineConfig, Placement
 
 SERVED = ("sticky", "eplb")
-"""Policies whose placements are served: those that want an expert's replicas to share evenly, as
-the hash that chooses among them does."""
+"""Policies that want an expert's replicas to share evenly, as a hash makes them."""
+BY_QUOTA = (*SERVED, "quota", "llep")
+"""Where they share so that the ranks are even, by `replica_choice`."""
 HORIZON = 10
 """Intervals for which a placement is expected to serve: what it gains in them is its gain."""
 BYTES_PER_S = 1e9
@@ -68,86 +70,108 @@ class Proposal:
     cost_s: float
 
 
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What a decision depends on. policy: asked for by somebody; None: decide by `config` whether
+    to move at all. expert_bytes: of one expert in one layer. now: on the clock of the history."""
+
+    window: Window
+    placement: Placement
+    config: EngineConfig
+    history: History
+    expert_bytes: int
+    now: float
+    policy: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """`why`: what speaks for moving, or against. `plan`: where one was made."""
+
+    move: bool
+    why: str
+    plan: Proposal | None = None
+
+
 def enough(window: Window) -> bool:
     """Whether a window's load can be planned for."""
     return bool(window.load_LE.sum(axis=1).min() >= MIN_TOKENS * window.load_LE.shape[1])
 
 
-def decide(
-    window: Window,
-    placement: Placement,
-    config: EngineConfig,
-    history: History,
-    expert_bytes: int,
-    now: float,
-) -> tuple[Proposal | None, str]:
-    """What the automatic mode does after a window: a plan to move to, or None; and why.
+def decide(question: Question) -> Decision:
+    """Whether to move, and where.
 
-    Nothing is planned in the interval (times the backoff) after a move, nor while the imbalance is
-    under the threshold, nor until it has risen by half of the threshold's distance from 1 over what
-    the last move was to leave.
+    By itself (no `policy`) nothing is planned in the interval (times the backoff) after a move, nor
+    while the imbalance is under the threshold, nor until it has risen by half of the threshold's
+    distance from 1 over what the last move was to leave; and nothing is moved to that costs more
+    than it gains.
+
+    Raises:
+        ConfigError: a policy that is not served, or cannot place this.
     """
+    if question.policy is not None:
+        plan = propose(question, question.policy, weigh=False)
+        if not plan.moves or plan.gain <= 0:
+            return Decision(False, f"{plan.policy} finds nothing better", plan)
+        return Decision(True, f"asked for, by {plan.policy}", plan)
+    config, history = question.config, question.history
     wait = config.rebalance_interval_s * history.backoff
-    if history.moved_at is not None and now - history.moved_at < wait:
-        return None, f"the last move was {now - history.moved_at:.0f} s ago, of {wait:g} s"
-    level = _level(window, placement)
+    since = inf if history.moved_at is None else question.now - history.moved_at
+    if since < wait:
+        return Decision(False, f"the last move was {since:.0f} s ago, of {wait:g} s")
+    level = float(_imbalance(question, question.placement.slot_expert_LP).mean())
     rise = history.floor + (config.rebalance_threshold - 1) / 2
     limit = max(config.rebalance_threshold, rise if history.moved_at is not None else 1.0)
     if level < limit:
-        return None, f"the imbalance is {level:.3f}, under {limit:.3f}"
-    policy = config.rebalance_policy
-    plan = propose(window, placement, config, history, expert_bytes, policy, weigh=True)
+        return Decision(False, f"the imbalance is {level:.3f}, under {limit:.3f}")
+    plan = propose(question, config.rebalance_policy, weigh=True)
     if not plan.moves or plan.gain <= 0:
-        return None, f"{policy} finds nothing better at an imbalance of {level:.3f}"
+        return Decision(False, f"{plan.policy} finds nothing better than {level:.3f}", plan)
     sums = f"{plan.gain_s:.3g} s of steps gained over the horizon, {plan.cost_s:.3g} s lost"
     if plan.gain_s <= plan.cost_s:
-        return None, f"not worth it: {sums}"
-    return plan, sums
+        return Decision(False, f"not worth it: {sums}", plan)
+    return Decision(True, sums, plan)
 
 
-def propose(
-    window: Window,
-    placement: Placement,
-    config: EngineConfig,
-    history: History,
-    expert_bytes: int,
-    policy: str,
-    weigh: bool,
-) -> Proposal:
+def propose(question: Question, policy: str, weigh: bool) -> Proposal:
     """`weigh`: tell the policy what moving an expert costs, else it is left to its own guess.
 
     Raises:
         ConfigError: a policy that is not served, or cannot place this.
     """
-    if policy not in SERVED:
-        raise ConfigError(f"policy {policy!r}: expected one of {', '.join(SERVED)}")
+    config, placement, load_LE = question.config, question.placement, question.window.load_LE
+    served = BY_QUOTA if config.replica_choice == "quota" else SERVED
+    if policy not in served:
+        raise ConfigError(
+            f"policy {policy!r}: with replica_choice {config.replica_choice!r} expected one of "
+            f"{', '.join(served)}"
+        )
     ranks, now_LP = placement.num_ranks, placement.slot_expert_LP
-    tokens_L = window.load_LE.sum(axis=1)
-    before = imbalance(window.load_LE, Answer(now_LP), ranks)
-    worth_s = _horizon_s(window, config)
-    cost_s = expert_bytes * history.seconds_per_byte
+    tokens_L = load_LE.sum(axis=1)
+    before = _imbalance(question, now_LP)
+    worth_s = _horizon_s(question.window, config)
+    cost_s = question.expert_bytes * question.history.seconds_per_byte
     # The fullest ranks' tokens, over all layers, take `worth_s`: what one of them is worth.
     tokens = float(before @ tokens_L) / ranks
-    cost = cost_s * tokens / worth_s if weigh and worth_s > 0 else None
     problem = Problem(
-        window.load_LE,
+        load_LE,
         ranks,
         placement.slots_per_rank,
         current_LP=now_LP,
-        expert_bytes=expert_bytes,
-        move_cost=cost,
+        expert_bytes=question.expert_bytes,
+        move_cost=cost_s * tokens / worth_s if weigh and worth_s > 0 else None,
     )
-    answer = settle(POLICIES[policy](problem), now_LP, ranks)
-    after = imbalance(window.load_LE, answer, ranks)
-    moves = len(diff(now_LP, answer.slot_expert_LP, ranks))
+    new_LP = settle(POLICIES[policy](problem), now_LP, ranks).slot_expert_LP
+    after = _imbalance(question, new_LP)
+    moves = len(diff(now_LP, new_LP, ranks))
     left = float(after @ tokens_L) / float(before @ tokens_L)
     return Proposal(
         policy,
-        answer.slot_expert_LP,
+        new_LP,
         tuple(before.tolist()),
         tuple(after.tolist()),
         moves,
-        moves * expert_bytes,
+        moves * question.expert_bytes,
         1 / left - 1,
         worth_s * (1 - left),
         moves * cost_s,
@@ -176,10 +200,12 @@ def expert_share(window: Window, config: EngineConfig) -> float:
     return GPU_EXPERT_SHARE if config.device == "cuda" else window.expert_share
 
 
-def _level(window: Window, placement: Placement) -> float:
-    """The mean imbalance over layers, as this placement has it for the window's load."""
-    answer = Answer(placement.slot_expert_LP)
-    return float(imbalance(window.load_LE, answer, placement.num_ranks).mean())
+def _imbalance(question: Question, slot_expert_LP: np.ndarray) -> np.ndarray:
+    """`imbalance_L` of the window's load, replicas sharing as they are chosen."""
+    load_LE, ranks = question.window.load_LE, question.placement.num_ranks
+    if question.config.replica_choice == "quota":
+        return imbalance(load_LE, split(slot_expert_LP, load_LE, ranks), ranks)
+    return imbalance(load_LE, Answer(slot_expert_LP), ranks)
 
 
 def _horizon_s(window: Window, config: EngineConfig) -> float:

@@ -26,6 +26,8 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on a GPU."""
     transport: Literal["auto", "local", "collective", "shm", "nvlink"] = "auto"
+    attention: Literal["auto", "torch", "triton"] = "auto"
+    """auto: Triton kernels on CUDA in 16 bits, else torch."""
     max_dispatch_tokens: int = 4096
     """Tokens of a rank that travel to experts at once; steps with more send them in pieces."""
     low_latency_tokens: int = 256
@@ -35,16 +37,31 @@ class EngineConfig:
     overlap: Literal["auto", "off", "sbo", "tbo"] = "auto"
     """What a step does while rows travel between ranks: nothing (off), the shared expert (sbo),
     or another half of the batch (tbo). auto: what measured faster at the start, by size."""
+    quantize: Literal["auto", "none", "fp8"] = "auto"
+    """Products and experts in FP8, in blocks of 128x128: auto where the checkpoint is and a GPU
+    runs it, else dequantised; fp8 quantises others as they are loaded; none never."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
     """Products of FP8 experts: our own kernels, or DeepGEMM where it is installed."""
     redundant_experts: int | None = None
     """Physical slots beyond one per expert, per layer. None: as few as the ranks need."""
+    replica_choice: Literal["hash", "nearest", "quota"] = "hash"
+    """Which of an expert's copies serves a token: by a hash; one on its own rank, else on its own
+    node; or so that ranks are loaded evenly in this very step, which costs an exchange a layer."""
+    expert_capacity: float | None = None
+    """Changes answers: an expert's tokens in a step, of a rank, over the mean of experts; the
+    lowest-weighted ones beyond are dropped. None: no limit."""
+    router_bias_step: float | None = None
+    """Changes answers: after each load window routers prefer experts with less than the mean load
+    by so much more, in units of their scores, and the others by so much less. None: never."""
+    router_bias_max: float = 0.1
+    """How far that may go from the model's own bias."""
     rebalance: Literal["off", "manual", "auto"] = "off"
     """Moving experts to other slots while serving: never, when asked, or when it pays."""
     rebalance_step_mib: float = 16.0
     """Bytes of experts that a rank sends in a step while it moves some."""
-    rebalance_policy: Literal["sticky", "eplb"] = "sticky"
-    """What plans a placement, where a request to rebalance names no other."""
+    rebalance_policy: Literal["sticky", "eplb", "quota", "llep"] = "sticky"
+    """What plans a placement, where a request to rebalance names no other. The last two place for
+    copies that share unevenly: only with replica_choice = "quota"."""
     rebalance_interval_s: float = 60.0
     """How often loads are looked at, and the least time between two moves by itself."""
     rebalance_threshold: float = 1.1
@@ -66,7 +83,7 @@ class EngineConfig:
     deadline_s: float = 60.0
     """How long a rank waits for another before it is called lost."""
     load_window_tokens: int = 65536
-    """Tokens over which the expert-load gauges are computed."""
+    """Tokens over which the expert-load gauges are computed, and the routers' bias is adjusted."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +111,11 @@ class EngineConfig:
         _above_0("deadline_s", self.deadline_s)
         _above_0("rebalance_step_mib", self.rebalance_step_mib)
         _above_0("rebalance_interval_s", self.rebalance_interval_s)
+        if self.rebalance_policy in ("quota", "llep") and self.replica_choice != "quota":
+            raise ConfigError(
+                f'rebalance_policy "{self.rebalance_policy}" needs replica_choice = "quota": its '
+                "copies of an expert share unevenly"
+            )
         if not self.rebalance_threshold >= 1:
             raise ConfigError(
                 "rebalance_threshold must be at least 1 (the fullest rank's load over the mean), "
@@ -108,8 +130,25 @@ class EngineConfig:
             )
         if self.transport == "local" and self.ranks > 1:
             raise ConfigError(f"transport 'local' serves one rank, not {self.ranks}")
+        self._check_altering()
         if self.invariant and self.threads != 1:
             raise ConfigError(f"invariant mode needs threads = 1, got {self.threads}")
+
+    @property
+    def altering(self) -> dict[str, float]:
+        """The settings that change answers, where they are set."""
+        names = ("expert_capacity", "router_bias_step")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def _check_altering(self) -> None:
+        _above_0("router_bias_max", self.router_bias_max)
+        for name, value in self.altering.items():
+            _above_0(name, value)
+            if self.invariant:
+                raise ConfigError(
+                    f"{name} makes answers depend on what else is served, which invariant mode "
+                    "forbids; leave one of the two out"
+                )
 
 
 def parse_routing(routing: str) -> float | None:

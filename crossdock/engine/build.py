@@ -11,7 +11,7 @@ import torch
 
 from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
-from crossdock.comm import World, build_apart, build_copies, build_transport
+from crossdock.comm import World, build_apart, build_copies, build_counts, build_transport
 from crossdock.core import (
     ConfigError,
     EngineConfig,
@@ -26,14 +26,16 @@ from crossdock.engine.engine import Engine
 from crossdock.engine.memory import expert_workspace, kv_budget
 from crossdock.engine.overlap import OverlapPolicy, check_overlap, forced, refusals, unmeasured
 from crossdock.engine.overlap_measure import Limits, measure_overlap
+from crossdock.engine.quantize import runs_in_fp8, wire_hidden
 from crossdock.engine.rebalance import Rebalancer
+from crossdock.engine.router_bias import BiasAdjuster
 from crossdock.engine.runner import Runner
 from crossdock.engine.sampler import Sampler
 from crossdock.metrics import Recorder
-from crossdock.models import ModelContext, build_model
+from crossdock.models import Decoder, ModelContext, build_model
 from crossdock.models.checkpoint import Checkpoint
 from crossdock.models.dummy import DummyWeights
-from crossdock.moe import run_on_device
+from crossdock.moe import RouterOptions, run_on_device
 from crossdock.scheduler import Scheduler
 
 OnProgress = Callable[[int, int], None]
@@ -55,7 +57,7 @@ def read_spec(config: EngineConfig) -> ModelSpec:
 
 
 def resolve_dtype(config: EngineConfig, spec: ModelSpec, device: str) -> str:
-    """The dtype weights and activations are held in. FP8 checkpoints are dequantised to it."""
+    """The dtype of activations, and of weights unless they are held in FP8."""
     if config.dtype != "auto":
         return config.dtype
     if device == "cpu":
@@ -99,6 +101,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     max_len = resolve_max_model_len(config, spec)
     name = resolve_dtype(config, spec, world.device.type)
     dtype = getattr(torch, name)
+    fp8 = runs_in_fp8(config, spec, world.device, name, config.transport)
     recorder = Recorder()
     recorder.source("moe_layers", lambda: spec.moe_layers)
     placement = initial_placement(config, spec)
@@ -106,13 +109,14 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         config.transport,
         world,
         max_tokens=min(config.max_num_batched_tokens, config.max_dispatch_tokens),
-        hidden=spec.hidden_size,
+        hidden=wire_hidden(spec, fp8),
         top_k=spec.moe.top_k,
         slots_per_rank=placement.slots_per_rank,
         dtype=dtype,
         per_expert=config.invariant,
         recorder=recorder,
-        on_device=experts_on_device(config, spec, world.device, dtype),
+        on_device=fp8 or experts_on_device(config, spec, world.device, dtype),
+        fp8=fp8,
         low_latency_tokens=config.low_latency_tokens,
     )
     context = ModelContext(
@@ -127,16 +131,20 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         board=world.board,
         expert_workspace=expert_workspace(config, world.device),
         fp8_experts=config.fp8_experts,
+        fp8=fp8,
+        attention=config.attention,
         routing=config.routing,
         apart=build_apart(config.transport, transport, world.device),
+        router=_router_options(config, spec, world, recorder),
     )
-    model, weight_bytes = _load_model(config, spec, context, on_progress)
+    model = _load_model(config, spec, context, on_progress)
     one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
     budget = kv_budget(config, one_page, max_len, world.device)
     kv = KVCache(
         spec.attention, spec.num_layers, budget.num_pages, config.page_size, dtype, world.device
     )
-    layout = f"{config.model}|{config.revision}|{name}|{spec.attention}|{config.page_size}"
+    held = f"{name}, products in fp8" if fp8 else name
+    layout = f"{config.model}|{config.revision}|{held}|{spec.attention}|{config.page_size}"
     scheduler = Scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -162,11 +170,13 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "device": str(world.device),
         "dtype": name,
         "slots": placement.slots_per_rank,
-        "weight_bytes": weight_bytes,
+        "fp8": fp8,
+        "weight_bytes": model.weight_bytes,
         "kv_bytes": budget.num_bytes,
         "kv_tokens": budget.num_pages * config.page_size,
         "kv_reason": budget.reason,
         "transport": config.transport,
+        "attention": f"{model.attention.name}: {model.attention.reason}",
         "transport_bytes": getattr(transport, "nbytes", 0),
         "overlap": overlap.describe(),
         "load_seconds": time.perf_counter() - started,
@@ -174,7 +184,39 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     if model.moe_layers:
         info["expert_bytes"] = _expert_bytes(model)
     rebalancer = _build_rebalancer(config, world, placement, model)
-    return Engine(world, scheduler, runner, transport, recorder, rebalancer, overlap, info)
+    adjuster = _build_adjuster(config, world, model, recorder)
+    return Engine(
+        world, scheduler, runner, transport, recorder, rebalancer, overlap, adjuster, info
+    )
+
+
+def _router_options(
+    config: EngineConfig, spec: ModelSpec, world: World, recorder: Recorder
+) -> RouterOptions:
+    near: tuple[tuple[int, ...], ...] = ()
+    counts = None
+    if config.replica_choice == "nearest":
+        node = [r for r in range(world.size) if world.topology.same_node(world.rank, r)]
+        near = ((world.rank,), tuple(node))
+    if config.replica_choice == "quota":
+        counts = build_counts(world, spec.moe.num_experts, recorder)
+    adjusted = config.router_bias_step is not None
+    return RouterOptions(near, counts, config.expert_capacity, adjusted)
+
+
+def _build_adjuster(
+    config: EngineConfig, world: World, model: Model, recorder: Recorder
+) -> BiasAdjuster | None:
+    if config.router_bias_step is None or not model.moe_layers:
+        return None
+    return BiasAdjuster(
+        world.lockstep,
+        model.moe_layers,
+        config.router_bias_step,
+        config.router_bias_max,
+        config.load_window_tokens,
+        recorder,
+    )
 
 
 def _build_overlap(
@@ -208,11 +250,10 @@ def _expert_bytes(model: Model) -> int:
 
 def _load_model(
     config: EngineConfig, spec: ModelSpec, context: ModelContext, on_progress: OnProgress
-) -> tuple[Model, int]:
-    """The model with this rank's weights, and how many bytes were read or made for it."""
+) -> Decoder:
     if config.load == "dummy":
         source = DummyWeights(context.dtype, context.device, config.seed)
-        return build_model(spec, source, context), source.bytes_made
+        return build_model(spec, source, context)
     # An estimate, for the progress bar: norms are left out, an expert in two slots is read once.
     stored = DTYPE_BYTES["float8_e4m3fn" if spec.quant else spec.dtype]
     experts = min(context.placement.slots_per_rank, spec.moe.num_experts)
@@ -220,4 +261,4 @@ def _load_model(
     with Checkpoint(
         Path(config.model), spec.quant, context.dtype, context.device, on_progress, to_read
     ) as checkpoint:
-        return build_model(spec, checkpoint, context), checkpoint.bytes_read
+        return build_model(spec, checkpoint, context)

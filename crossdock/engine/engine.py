@@ -18,6 +18,7 @@ from crossdock.core import (
 )
 from crossdock.engine.overlap import OverlapPolicy
 from crossdock.engine.rebalance import Ended, Rebalancer
+from crossdock.engine.router_bias import BiasAdjuster
 from crossdock.engine.runner import Runner
 from crossdock.metrics import Recorder
 from crossdock.scheduler import Scheduler
@@ -69,12 +70,13 @@ class Engine:
         recorder: Recorder,
         rebalancer: Rebalancer | None,
         overlap: OverlapPolicy,
+        adjuster: BiasAdjuster | None,
         info: dict[str, Any],
     ):
         self.world, self.scheduler, self.runner = world, scheduler, runner
         self.transport, self.recorder, self.info = transport, recorder, info
         self.rebalancer, self.rebalanced = rebalancer, list[Ended]()
-        self.overlap = overlap
+        self.overlap, self.adjuster = overlap, adjuster
         self.overlap_steps = dict[OverlapMode, int].fromkeys(("off", "sbo", "tbo"), 0)
         self.wave = 0
         self.steps = 0
@@ -133,6 +135,8 @@ class Engine:
             self.recorder.observe("wait", seconds)
         if mover is not None and (ended := mover.advance([row[4:] for row in table])):
             self.rebalanced.append(ended)
+        if self.adjuster is not None:
+            self.adjuster.advance(sum(row[2] for row in table))
         return agree(table, self.overlap)
 
     def close(self) -> None:

@@ -35,7 +35,9 @@ class BiasAdjuster:
         recorder: Recorder,
     ):
         self._lockstep, self._step, self._most, self._window = lockstep, step, most, window
-        self._tokens_LE, self._bias_LE = zip(*(layer.router_bias() for layer in layers), strict=True)
+        self._tokens_LE, self._bias_LE = zip(
+            *(layer.router_bias() for layer in layers), strict=True
+        )
         self._start_LE = [bias_E.clone() for bias_E in self._bias_LE]
         self._added_LE = np.zeros(self._read().shape, np.float32)
         self._seen_LE: np.ndarray | None = None
@@ -82,4 +84,5 @@ class BiasAdjuster:
         self.updates += 1
 
     def _describe(self) -> dict[str, float]:
-        return {"updates": self.updates, "largest": float(np.abs(self._added_LE).max())}
+        largest = float(np.abs(self._added_LE).max())
+        return {"router_bias_updates": self.updates, "router_bias_largest": largest}

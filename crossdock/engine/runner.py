@@ -58,18 +58,9 @@ class Runner:
         overlap: OverlapMode = "sbo",
         cut: int = 0,
     ) -> list[Sampled | None]:
-        """One entry per item of `plan`, None where the prompt is not complete yet.
-
-        Args:
-            most_tokens: of any rank in this step; of any half of a batch with "tbo".
-            overlap: the same on all ranks.
-            cut: tokens of the first half, with "tbo".
-        """
-        if overlap == "tbo":
-            hidden_BH = self._halves(plan, most_tokens, cut)
-        else:
-            batch = make_batch(plan, self.kv.page_size, self.device, most_tokens, overlap)
-            hidden_BH = drive(self.model.forward(batch, self.kv))[batch.sample_rows]
+        """One entry per item of `plan`, None where the prompt is not complete yet. Arguments as of
+        `hidden`."""
+        hidden_BH = self.hidden(plan, most_tokens, overlap, cut)
         wanted = [item for item in plan.items if item.sample]
         if not wanted:
             return [None] * len(plan.items)
@@ -79,9 +70,19 @@ class Runner:
             sampled = iter(self.sampler.sample(logits_BV, wanted))
         return [next(sampled) if item.sample else None for item in plan.items]
 
-    def _halves(self, plan: Plan, most_tokens: int | None, cut: int) -> Tensor:
-        """Of the rows that are sampled, in the order of the plan."""
+    @torch.inference_mode()
+    def hidden(self, plan: Plan, most_tokens: int | None, overlap: OverlapMode, cut: int) -> Tensor:
+        """[B, H] of the items that sample, in the order of the plan.
+
+        Args:
+            most_tokens: of any rank in this step; with "tbo" of any half.
+            overlap: the same on all ranks.
+            cut: tokens of the first half, with "tbo".
+        """
         size, device = self.kv.page_size, self.device
+        if overlap != "tbo":
+            batch = make_batch(plan, size, device, most_tokens, overlap)
+            return drive(self.model.forward(batch, self.kv))[batch.sample_rows]
         batches = [make_batch(h, size, device, most_tokens, "tbo") for h in halve(plan, cut, size)]
         hidden = drive_both(*(self.model.forward(batch, self.kv) for batch in batches))
         rows = [h_TH[b.sample_rows] for h_TH, b in zip(hidden, batches, strict=True)]

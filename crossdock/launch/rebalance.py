@@ -14,18 +14,19 @@ from typing import Literal, Protocol
 import numpy as np
 
 from crossdock.control import (
+    Decision,
     History,
     Proposal,
+    Question,
     Reading,
     Window,
-    decide,
     enough,
     judged,
     moved,
-    propose,
 )
 from crossdock.core import Busy, ConfigError, CrossdockError, EngineConfig, Placement
 from crossdock.core.messages import Rebalanced
+from crossdock.launch.rebalance_planner import decide_elsewhere
 from crossdock.metrics.rebalances import Rebalances
 
 log = logging.getLogger(__name__)
@@ -61,11 +62,16 @@ class Outcome:
 class Balancer:
     """One per client. Thread-safe; one move at a time."""
 
-    def __init__(self, mover: Mover, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        mover: Mover,
+        clock: Callable[[], float] = time.monotonic,
+        decide: Callable[[Question], Decision] = decide_elsewhere,
+    ):
         self.mover, self.config = mover, mover.config
         self.totals = Rebalances(mover.config.rebalance_threshold)
         self.history = History()
-        self._clock = clock
+        self._clock, self._decide = clock, decide
         self._one = threading.Lock()
         self._stop = threading.Event()
         self._base: Reading | None = None
@@ -103,21 +109,7 @@ class Balancer:
         if not self._one.acquire(blocking=False):
             raise Busy("experts are being moved already; ask again when that has ended")
         try:
-            window = self._window_to_plan()
-            policy = policy or self.config.rebalance_policy
-            plan = propose(
-                window,
-                self.mover.placement,
-                self.config,
-                self.history,
-                self.mover.expert_bytes,
-                policy,
-                weigh=False,
-            )
-            if not plan.moves or plan.gain <= 0:
-                self.totals.results["unchanged"] += 1
-                return Outcome("unchanged", f"{policy} finds nothing better", plan)
-            return self._move(plan, window, f"asked for, by {policy}")
+            return self._plan(self._window_to_plan(), policy or self.config.rebalance_policy)
         finally:
             self._one.release()
 
@@ -138,19 +130,7 @@ class Balancer:
             self._judge(window)
             if self.config.rebalance != "auto":
                 return Outcome("unchanged", 'rebalance = "manual"')
-            plan, why = decide(
-                window,
-                self.mover.placement,
-                self.config,
-                self.history,
-                self.mover.expert_bytes,
-                self._clock(),
-            )
-            log.debug("rebalance: %s", why)
-            if plan is None:
-                self.totals.results["unchanged"] += 1
-                return Outcome("unchanged", why)
-            return self._move(plan, window, why)
+            return self._plan(window, None)
         finally:
             self._one.release()
 
@@ -196,6 +176,25 @@ class Balancer:
         self.history = judged(self.history, predicted, measured)
         log.info("rebalance: balancedness gained %.1f%%, %.1f%% expected",
                  100 * measured, 100 * predicted)  # fmt: skip
+
+    def _plan(self, window: Window, policy: str | None) -> Outcome:
+        decision = self._decide(
+            Question(
+                window,
+                self.mover.placement,
+                self.config,
+                self.history,
+                self.mover.expert_bytes,
+                self._clock(),
+                policy,
+            )
+        )
+        plan, why = decision.plan, decision.why
+        log.debug("rebalance: %s", why)
+        if plan is None or not decision.move:
+            self.totals.results["unchanged"] += 1
+            return Outcome("unchanged", why, plan)
+        return self._move(plan, window, why)
 
     def _move(self, plan: Proposal, window: Window, why: str) -> Outcome:
         before = self.mover.reading()

@@ -1,24 +1,28 @@
 """Starting an engine on this host: `launch(config)` gives a client whose ranks are ready."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from crossdock.balance import slots_per_rank
 from crossdock.comm import (
     Board,
     SharedMemory,
+    counts_bytes,
     host_copies_bytes,
     nvlink_reaches,
     resolve_device,
     resolve_transport,
     shm_bytes,
 )
-from crossdock.comm.world import SHM
+from crossdock.comm.world import COUNTS, SHM
 from crossdock.core import ConfigError, EngineConfig, ModelSpec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
-from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK
+from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK, Staging, fp8_expert_bytes
 from crossdock.engine import (
     check_overlap,
     initial_placement,
@@ -26,11 +30,13 @@ from crossdock.engine import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from crossdock.engine.quantize import asks_for_fp8, runs_in_fp8, why_not_fp8, wire_hidden
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.byte_tokenizer import ByteTokenizer
 from crossdock.models.hub import resolve_model
 from crossdock.models.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 
+log = logging.getLogger(__name__)
 _SILENCE_S = 600.0
 """How long no rank may say anything while they load before the start is called failed."""
 
@@ -45,16 +51,24 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     name, model_dir = config.model, find_model(config)
     config = replace(config, model=str(model_dir))
     spec = read_spec(config)
-    config = _resolve(config, spec)
+    config = resolve(config, spec)
     initial_placement(config, spec)  # refuses an impossible one before anything is started
     check_overlap(config, spec)
+    if config.altering:
+        said = ", ".join(f"{name} = {value:g}" for name, value in config.altering.items())
+        log.warning("answers depend on what else is served: %s", said)
     memory = SharedMemory.create(_shared_bytes(config, spec))
+    counts = None
+    if config.replica_choice == "quota" and config.transport == "shm":
+        counts = SharedMemory.create(counts_bytes(config.ranks, spec.moe.num_experts))
     assert config.max_model_len is not None
     try:
-        fds = {SHM: memory.fd}
+        fds = {SHM: memory.fd} if counts is None else {SHM: memory.fd, COUNTS: counts.fd}
         client = EngineClient(config, spec, config.max_model_len, name, fds, on_progress)
     finally:
         memory.close_fd()
+        if counts is not None:
+            counts.close_fd()
     try:
         client.tokenizer = find_tokenizer(config)
         client.wait_ready(_SILENCE_S, Board(0, config.ranks, memory))
@@ -88,23 +102,44 @@ def find_tokenizer(config: EngineConfig) -> Tokenizer:
     return load_tokenizer(model)
 
 
-def _resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Everything derived is derived here, once, so that all ranks are told the same."""
+def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """Everything derived is derived here, once, so that all ranks are told the same.
+    `config.model` is a path by now.
+
+    Raises:
+        ConfigError: what does not go together.
+    """
     device = resolve_device(config.device, 0, config.ranks).type
     if device == "cuda" and config.invariant:
         raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
     nvlink = device == "cuda" and _nvlink_serves(config, spec)
+    dtype = resolve_dtype(config, spec, device)
+    transport = resolve_transport(config.transport, config.ranks, device, nvlink)
+    if config.replica_choice == "quota" and device == "cuda":
+        raise ConfigError(
+            'replica_choice = "quota" runs on CPU ranks only, since GPUs do not exchange counts '
+            'within a step; use "nearest" or "hash"'
+        )
+    place = torch.device(device)
+    fp8 = runs_in_fp8(config, spec, place, dtype, transport)
+    if spec.quant is not None and not fp8:
+        why = "as asked" if config.quantize == "none" else None
+        why = why or why_not_fp8(config, spec, place, dtype, transport)
+        log.info("weights are dequantised to %s: %s", dtype, why)
     derived: dict[str, Any] = {
         "device": device,
-        "transport": resolve_transport(config.transport, config.ranks, device, nvlink),
-        "dtype": resolve_dtype(config, spec, device),
+        "quantize": "fp8" if fp8 else "none",
+        "transport": transport,
+        "dtype": dtype,
         "max_model_len": resolve_max_model_len(config, spec),
     }
     return replace(config, **derived)
 
 
 def _nvlink_serves(config: EngineConfig, spec: ModelSpec) -> bool:
-    fits = spec.hidden_size % SCALE_BLOCK == 0 and spec.moe.top_k <= MAX_TOP_K
+    # FP8 pads rows to whole blocks.
+    whole = spec.hidden_size % SCALE_BLOCK == 0 or asks_for_fp8(config, spec)
+    fits = whole and spec.moe.top_k <= MAX_TOP_K
     return fits and nvlink_reaches(config.ranks)
 
 
@@ -115,14 +150,34 @@ def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     if config.rebalance != "off" and config.device == "cpu":
         slots = slots_per_rank(spec.moe.num_experts, config.ranks, config.redundant_experts)
         nbytes = spec.expert_params * DTYPE_BYTES[config.dtype]
+        if config.quantize == "fp8":
+            nbytes = fp8_expert_bytes(spec.hidden_size, spec.moe.intermediate_size)
         copies = host_copies_bytes(config.ranks, slots, nbytes)
+    most_tokens = min(config.max_num_batched_tokens, config.max_dispatch_tokens)
+    if config.transport == "nvlink" and config.device == "cpu":  # in Triton's interpreter
+        copies += config.ranks * interpreted_bytes(config, spec)
     if config.transport != "shm":
         return shm_bytes(config.ranks) + copies
     return copies + shm_bytes(
         config.ranks,
-        min(config.max_num_batched_tokens, config.max_dispatch_tokens),
+        most_tokens,
         spec.hidden_size,
         spec.moe.top_k,
         DTYPE_BYTES[config.dtype],
         config.invariant,
     )
+
+
+def interpreted_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Of the symmetric buffers of a CPU rank, for both modes of the nvlink transport."""
+    fp8 = config.quantize == "fp8"
+    hidden, itemsize = wire_hidden(spec, fp8), DTYPE_BYTES[config.dtype]
+    most_tokens = min(config.max_num_batched_tokens, config.max_dispatch_tokens)
+    few = min(most_tokens, config.low_latency_tokens)
+    return sum(
+        Staging(
+            config.ranks, tokens, hidden, spec.moe.top_k, itemsize, fp8, config.invariant,
+            config.low_latency_tokens,
+        ).nbytes
+        for tokens in {most_tokens, few}
+    )  # fmt: skip

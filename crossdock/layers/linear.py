@@ -6,13 +6,17 @@ kernel by the number of rows, so every call is made with the same number of them
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MatMul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`(x_TK, w_NK, b_N or None) -> [T, N]`, as `F.linear`."""
+from crossdock.layers.fp8 import fp8_linear
+
+MatMul = Callable[[Tensor, Any, Tensor | None], Tensor]
+"""`(x_TK, w_NK, b_N or None) -> [T, N]`, as `F.linear`; `w_NK` a tensor, or what the model was
+built with in its place: `pack`'s, or in FP8 a `Fp8Weight`."""
 BatchMatMul = Callable[[Tensor, Tensor], Tensor]
 """`(x_GTK, w_GKN) -> [G, T, N]`: T tokens through G matrices."""
 GatedUnit = Callable[[Tensor], Tensor]
@@ -118,9 +122,15 @@ class Products:
 
 
 def choose_products(
-    invariant: bool, device: torch.device | None = None, dtype: torch.dtype | None = None
+    invariant: bool,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    fp8: bool = False,
 ) -> Products:
-    """`device` and `dtype` of the model, where known, allow for a faster `matmul`."""
+    """`device` and `dtype` of the model, where known, allow for a faster `matmul`. `fp8`: it takes
+    `Fp8Weight` too."""
+    if fp8:
+        return Products(fp8_linear, batch_matmul, swiglu, False)
     if invariant:
         return Products(invariant_linear, invariant_batch_matmul, invariant_swiglu, True)
     onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32

@@ -8,8 +8,8 @@ token costs the server an addition.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,15 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from crossdock.core.messages import Snapshot
-from crossdock.metrics.families import counter, gauge, histogram, kv_families, rebalance_families
+from crossdock.metrics.families import (
+    altering_families,
+    counter,
+    gauge,
+    histogram,
+    kv_families,
+    overlap_families,
+    rebalance_families,
+)
 from crossdock.metrics.rebalances import Rebalances
 from crossdock.metrics.recorder import EXCHANGE_BUCKETS_S, Histogram
 from crossdock.metrics.totals import LoadWindow, Totals, Values, balancedness, relative_std
@@ -50,18 +58,21 @@ _SCHEDULER_COUNTERS = {
     "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
 }
 _FINISH_REASONS = ("stop", "length", "abort", "error")
+_OVERLAPS = ("off", "sbo", "tbo")
 _PATHS = ("self", "node", "remote")
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What the exposition must know of an engine. `snapshots` may take up to half a second."""
+    """What the exposition must know of an engine. `snapshots` may take up to half a second.
+    `altering`: the settings that change answers, and their values."""
 
     snapshots: Callable[[], Sequence[Snapshot]]
     ranks: int
     top_k: int
     load_window_tokens: int
     rebalances: Rebalances | None = None
+    altering: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,6 +161,9 @@ class GatewayMetrics(Collector):
                 yield from self._scheduler_families()
                 yield from self._expert_families(self._engine)
                 yield from self._rank_families(self._engine)
+                dropped = _scalar(self._totals.sum("dropped_tokens"))
+                gauges = list(self._gauges.values())
+                yield from altering_families(self._engine.altering, dropped, gauges)
                 if self._engine.rebalances is not None:
                     yield from rebalance_families(self._engine.rebalances)
 
@@ -159,7 +173,9 @@ class GatewayMetrics(Collector):
         for snapshot in self._engine.snapshots():
             values = snapshot.values
             self._totals.update(snapshot.rank, _arrays(values))
-            self._gauges[snapshot.rank] = values.get("scheduler", {})
+            self._gauges[snapshot.rank] = values.get("scheduler", {}) | values.get(
+                "router_bias", {}
+            )
             self._moe_layers = tuple(values.get("moe_layers", self._moe_layers))
             for name, h in values.get("histograms", {}).items():
                 self._bounds[name] = tuple(h["bounds"])
@@ -301,6 +317,9 @@ class GatewayMetrics(Collector):
             ["rank"],
             [((str(rank),), wait) for rank, wait in self._waits().items()],
         )
+        yield from overlap_families(
+            {mode: map(float, totals.per_rank(f"overlap.{mode}").values()) for mode in _OVERLAPS}
+        )
         for name in ("dispatch", "combine"):
             bounds = self._bounds.get(name, EXCHANGE_BUCKETS_S)
             counts, total = totals.sum(f"counts.{name}"), totals.sum(f"sum.{name}")
@@ -376,6 +395,7 @@ def _arrays(values: dict[str, Any]) -> Values:
     """The totals of a snapshot as arrays under flat names; slot rows are summed per layer."""
     flat: dict[str, Any] = {
         **{f"seconds.{part}": v for part, v in values.get("seconds", {}).items()},
+        **{f"overlap.{mode}": v for mode, v in values.get("overlap_steps", {}).items()},
         **{f"bytes.{path}": v for path, v in values.get("all_to_all_bytes", {}).items()},
     }
     scheduler = values.get("scheduler", {})
@@ -385,6 +405,8 @@ def _arrays(values: dict[str, Any]) -> Values:
     for name, h in values.get("histograms", {}).items():
         flat[f"counts.{name}"] = h["counts"]
         flat[f"sum.{name}"] = h["sum"]
+    if "dropped_tokens" in values:
+        flat["dropped_tokens"] = sum(values["dropped_tokens"])
     if "expert_tokens" in values:
         flat["expert_tokens"] = values["expert_tokens"]
     arrays = {name: np.asarray(value) for name, value in flat.items()}

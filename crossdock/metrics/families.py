@@ -1,6 +1,6 @@
 """Metric families under the prefix `crossdock:`, from plain numbers."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,50 @@ def kv_families(gauges: Sequence[dict[str, float]]) -> Iterator[Metric]:
         "Tokens of a KV page.",
         [],
         [((), max((g.get("page_size", 0) for g in gauges), default=0))],
+    )
+
+
+def altering_families(
+    altering: Mapping[str, float], dropped: float, gauges: Sequence[Mapping[str, float]]
+) -> Iterator[Metric]:
+    """`gauges`: of each rank's router."""
+    yield gauge(
+        "answers_altered_by",
+        "Settings by which an answer depends on what else is served, where they are set: their "
+        "values.",
+        ["setting"],
+        [((name,), value) for name, value in altering.items()],
+    )
+    yield counter(
+        "dropped_tokens_total",
+        "Choices of an expert that were not computed because it was over its capacity (one token "
+        "counts up to top-k times), over all layers.",
+        [],
+        [((), dropped)],
+    )
+    bias = [g for g in gauges if "router_bias_updates" in g]
+    yield gauge(
+        "router_bias_updates",
+        "Times that the routers' bias was adjusted since the start.",
+        [],
+        [((), max(g["router_bias_updates"] for g in bias))] if bias else [],
+    )
+    yield gauge(
+        "router_bias_largest",
+        "How far the bias of any expert is from the model's own now.",
+        [],
+        [((), max(g["router_bias_largest"] for g in bias))] if bias else [],
+    )
+
+
+def overlap_families(steps_R: Mapping[str, Iterable[float]]) -> Iterator[Metric]:
+    """`steps_R`: by mode, the steps of each rank, all of which take part in every step."""
+    yield counter(
+        "overlap_steps_total",
+        "Steps by what was done while rows travelled: nothing (off), the shared expert (sbo), the "
+        "other half of the batch (tbo).",
+        ["mode"],
+        [((mode,), max(steps, default=0)) for mode, steps in steps_R.items()],
     )
 
 

@@ -35,8 +35,9 @@ class Recorder:
     """Counters (`add`), timed parts (`span`), histograms of some of them, and pulled sources.
 
     Parts in use: "step", "agree", "attention", "router", "dispatch", "experts", "shared",
-    "combine", "wait" (for other ranks; also counted in the part that waited), "sample". On a GPU a
-    span times the host's side of a part alone.
+    "combine", "wait" (for other ranks; also counted in the part that waited), "counts" (ranks
+    exchange them to choose replicas; also counted in "router"), "sample". On a GPU a span times the
+    host's side of a part alone.
     """
 
     def __init__(self, histograms: tuple[str, ...] = ("dispatch", "combine")):

@@ -1,7 +1,7 @@
 """A decoder-only MoE transformer, assembled from a `ModelSpec`. Knows no model by name."""
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from crossdock.core import (
     SlotLayer,
     Transport,
 )
+from crossdock.core.staging import padded
 from crossdock.layers import (
     Attention,
     AttentionBackend,
@@ -34,6 +35,7 @@ from crossdock.layers.attention import Planner
 from crossdock.metrics import Recorder
 from crossdock.models.weights import LoadAttention, Loader, WeightSource, load_experts, load_mlp
 from crossdock.moe import MoEContext, RouterOptions, build_moe_layer
+from crossdock.moe.padded import PaddedMoELayer, padded_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +56,10 @@ class ModelContext:
     expert_workspace: int = 256 << 20
     """Bytes that the experts of a layer may hold at once."""
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
+    fp8: bool = False
+    """Products and experts in FP8; see `Loader`. The transport's hidden size is then padded."""
     routing: str = "real"
-    router: RouterOptions = RouterOptions()
+    router: RouterOptions = field(default_factory=RouterOptions)
     attention: AttentionName = "torch"
     apart: Transport | None = None
     """What is used where work is put between begin and end; None: `transport`."""
@@ -108,8 +112,9 @@ class Decoder:
         products: Products,
         recorder: Recorder,
         board: Board,
+        weight_bytes: int,
     ):
-        self.board = board
+        self.board, self.weight_bytes = board, weight_bytes
         self.embedding_VH, self.layers, self.norm, self.head_VH = (
             embedding_VH,
             layers,
@@ -147,11 +152,13 @@ class Decoder:
 def build_decoder(
     spec: ModelSpec, family: Family, source: WeightSource, context: ModelContext
 ) -> Decoder:
-    products = choose_products(context.invariant, context.device, context.dtype)
+    products = choose_products(context.invariant, context.device, context.dtype, context.fp8)
     attention = choose_attention(
         context.attention, context.device, context.dtype, context.invariant
     )
-    load = Loader(spec, source, products, SoloGroup(), context.dtype, context.device, attention)
+    load = Loader(
+        spec, source, products, SoloGroup(), context.dtype, context.device, attention, context.fp8
+    )
     moe_context = MoEContext(
         rank=context.rank,
         placement=context.placement,
@@ -169,19 +176,20 @@ def build_decoder(
         apart=context.apart,
     )
     V, H = spec.vocab_size, spec.hidden_size
-    embedding_VH = source.get("model.embed_tokens.weight", (V, H))
+    embedding_VH = load.get("model.embed_tokens.weight", (V, H))
     tied = spec.tie_word_embeddings
     rope = Rope(spec.rope, context.max_model_len, context.dtype, context.device)
     return Decoder(
         embedding_VH=embedding_VH,
         layers=[_layer(load, family, moe_context, i) for i in range(spec.num_layers)],
         norm=load.norm("model.norm"),
-        head_VH=products.pack(embedding_VH if tied else source.get("lm_head.weight", (V, H))),
+        head_VH=products.pack(embedding_VH if tied else load.get("lm_head.weight", (V, H))),
         attention=attention,
         planner=attention.planner(spec.attention, rope),
         products=products,
         recorder=context.recorder,
         board=context.board,
+        weight_bytes=load.held.nbytes,  # the last: all is loaded
     )
 
 
@@ -204,7 +212,15 @@ def _moe_block(load: Loader, family: Family, context: MoEContext, index: int) ->
     ordinal = load.spec.moe_layers.index(index)
     experts = context.placement.local_slots(ordinal, context.rank).tolist()
     weights = load_experts(load, at, family.experts, experts, family.correction_bias)
-    shared = None
+    shared: Callable[[Tensor], Tensor] | None = None
     if moe.shared_intermediate_size:
         shared = load_mlp(load, f"{at}.{family.shared}", moe.shared_intermediate_size)
-    return build_moe_layer(moe, ordinal, weights, shared, context)
+    if not load.fp8:
+        return build_moe_layer(moe, ordinal, weights, shared, context)
+    H, wide = load.spec.hidden_size, padded(load.spec.hidden_size)
+    moe = replace(moe, intermediate_size=padded(moe.intermediate_size))
+    if wide == H:
+        return build_moe_layer(moe, ordinal, weights, shared, context)
+    if shared is not None:
+        shared = padded_shared(shared, H, wide)
+    return PaddedMoELayer(build_moe_layer(moe, ordinal, weights, shared, context), H, wide)

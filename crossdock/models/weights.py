@@ -1,13 +1,15 @@
 """Where a model's weights come from, and how the parts that families share are read."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.core import GQASpec, Group, MLASpec, ModelSpec
+from crossdock.core.staging import padded
 from crossdock.layers import (
     Attention,
     AttentionBackend,
@@ -19,6 +21,7 @@ from crossdock.layers import (
     half_split_order,
     softmax_scale,
 )
+from crossdock.models.fp8 import Matrix, Part, fp8_experts, fp8_matrix
 from crossdock.moe import MoEWeights
 
 
@@ -38,10 +41,36 @@ class WeightSource(Protocol):
         """Row `index` of a tensor; `shape` is the row's."""
         ...
 
+    def in_fp8(self, name: str) -> bool:
+        """Whether a matrix of a product is one for `get_fp8`, in a model that runs in FP8."""
+        ...
+
+    def get_fp8(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        index: int | None = None,
+        order: Tensor | None = None,
+    ) -> Matrix:
+        """Codes and scales, the rows in `order`; `index`: as of `get_slice`."""
+        ...
+
+
+@dataclass
+class Held:
+    """Bytes of the weights that a model holds."""
+
+    nbytes: int = 0
+
 
 @dataclass(frozen=True, eq=False)
 class Loader:
-    """What reading any part needs."""
+    """What reading any part needs.
+
+    `fp8`: products of attention and MLPs, and the experts, are in FP8 (`WeightSource.in_fp8`).
+    Embedding, head, norms, biases, router and MLA's kv_b, whose halves are absorbed into queries
+    and outputs, never are.
+    """
 
     spec: ModelSpec
     source: WeightSource
@@ -50,10 +79,29 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     attention: AttentionBackend
+    fp8: bool = False
+    held: Held = field(default_factory=Held)
+
+    def get(self, name: str, shape: tuple[int, ...], fp32: bool = False) -> Tensor:
+        """A tensor to be held as it is."""
+        tensor = self.source.get(name, shape, fp32)
+        self.held.nbytes += tensor.nbytes
+        return tensor
+
+    def matrix(self, width: int, *parts: Part) -> Any:
+        """The weight [rows of all parts, width] of one product, as `products.matmul` takes it."""
+        if self.fp8:
+            weight = fp8_matrix(self.source, parts, width)
+            if weight is not None:
+                self.held.nbytes += weight.nbytes
+                return weight
+        read = [(self.get(name, (rows, width)), order) for name, rows, order in parts]
+        whole = [tensor if order is None else tensor[order] for tensor, order in read]
+        return self.products.pack(torch.cat(whole) if len(whole) > 1 else whole[0])
 
     def norm(self, name: str) -> RMSNorm:
         """A norm over the hidden size."""
-        weight_H = self.source.get(f"{name}.weight", (self.spec.hidden_size,))
+        weight_H = self.get(f"{name}.weight", (self.spec.hidden_size,))
         return RMSNorm(weight_H, self.spec.rms_norm_eps)
 
 
@@ -63,15 +111,14 @@ LoadAttention = Callable[[Loader, str], Attention]
 
 def load_gqa(load: Loader, prefix: str) -> Attention:
     """q_proj, k_proj, v_proj and o_proj, with q_norm and k_norm where the spec has them."""
-    s, get, H = load.spec.attention, load.source.get, load.spec.hidden_size
-    pack = load.products.pack
+    s, get, H = load.spec.attention, load.get, load.spec.hidden_size
     assert isinstance(s, GQASpec)
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
     parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
     norms = {"none": None, "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
     weights = GQAWeights(
-        qkv=pack(torch.cat([get(f"{prefix}.{name}.weight", (n, H)) for name, n in parts])),
-        out=pack(get(f"{prefix}.o_proj.weight", (H, q))),
+        qkv=load.matrix(H, *(Part(f"{prefix}.{name}.weight", n) for name, n in parts)),
+        out=load.matrix(q, Part(f"{prefix}.o_proj.weight", H)),
         qkv_bias=torch.cat([get(f"{prefix}.{name}.bias", (n,)) for name, n in parts])
         if s.bias
         else None,
@@ -85,33 +132,32 @@ def load_gqa(load: Loader, prefix: str) -> Attention:
 
 def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
     """DeepSeek's names; rotated rows come out in half-split order."""
-    s, get, H = load.spec.attention, load.source.get, load.spec.hidden_size
-    pack = load.products.pack
+    s, get, H = load.spec.attention, load.get, load.spec.hidden_size
     assert isinstance(s, MLASpec)
     head = s.qk_nope_head_dim + s.qk_rope_head_dim
     q_rows, q_rank = s.num_heads * head, s.q_lora_rank
     q_order = _rotated_last(load.spec, s.num_heads, head)
     kv_order = _rotated_last(load.spec, 1, s.kv_width)
-    kv_a, bias, q_norm = f"{prefix}.kv_a_proj_with_mqa", None, None
+    kv_a, bias, q_norm, q_b = f"{prefix}.kv_a_proj_with_mqa", None, None, None
     if q_rank is None:
         # transformers and DeepSeek give this projection no bias, whatever attention_bias says.
-        q_a = get(f"{prefix}.q_proj.weight", (q_rows, H))[q_order]
-        q_b, q_bias = None, q_a.new_zeros(q_rows)
+        q_a, q_bias = Part(f"{prefix}.q_proj.weight", q_rows, q_order), None
     else:
-        q_a = get(f"{prefix}.q_a_proj.weight", (q_rank, H))
-        q_b = get(f"{prefix}.q_b_proj.weight", (q_rows, q_rank))[q_order]
+        q_a = Part(f"{prefix}.q_a_proj.weight", q_rank)
+        q_b = load.matrix(q_rank, Part(f"{prefix}.q_b_proj.weight", q_rows, q_order))
         q_norm = get(f"{prefix}.q_a_layernorm.weight", (q_rank,))
-        q_bias = get(f"{prefix}.q_a_proj.bias", (q_rank,)) if s.bias else q_a.new_zeros(q_rank)
+        q_bias = get(f"{prefix}.q_a_proj.bias", (q_rank,)) if s.bias else None
     if s.bias:
-        bias = torch.cat((q_bias, get(f"{kv_a}.bias", (s.kv_width,))[kv_order]))
+        kv_bias = get(f"{kv_a}.bias", (s.kv_width,))[kv_order]
+        bias = torch.cat((kv_bias.new_zeros(q_rows) if q_bias is None else q_bias, kv_bias))
     up = s.num_heads * (s.qk_nope_head_dim + s.v_head_dim)
     weights = MLAWeights(
-        a=pack(torch.cat((q_a, get(f"{kv_a}.weight", (s.kv_width, H))[kv_order]))),
+        a=load.matrix(H, q_a, Part(f"{kv_a}.weight", s.kv_width, kv_order)),
         kv_norm=get(f"{prefix}.kv_a_layernorm.weight", (s.kv_lora_rank,)),
         kv_b=get(f"{prefix}.kv_b_proj.weight", (up, s.kv_lora_rank)),
-        out=pack(get(f"{prefix}.o_proj.weight", (H, s.num_heads * s.v_head_dim))),
+        out=load.matrix(s.num_heads * s.v_head_dim, Part(f"{prefix}.o_proj.weight", H)),
         q_norm=q_norm,
-        q_b=None if q_b is None else pack(q_b),
+        q_b=q_b,
         a_bias=bias,
         out_bias=get(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
     )
@@ -132,12 +178,11 @@ def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:
 
 def load_mlp(load: Loader, prefix: str, width: int) -> DenseMLP:
     """gate_proj, up_proj and down_proj."""
-    get, H, bias = load.source.get, load.spec.hidden_size, load.spec.mlp_bias
-    pack = load.products.pack
-    gate_up = [get(f"{prefix}.{name}.weight", (width, H)) for name in ("gate_proj", "up_proj")]
+    get, H, bias = load.get, load.spec.hidden_size, load.spec.mlp_bias
+    gate_up = (Part(f"{prefix}.{name}.weight", width) for name in ("gate_proj", "up_proj"))
     return DenseMLP(
-        pack(torch.cat(gate_up)),
-        pack(get(f"{prefix}.down_proj.weight", (H, width))),
+        load.matrix(H, *gate_up),
+        load.matrix(width, Part(f"{prefix}.down_proj.weight", H)),
         load.products,
         load.group,
         torch.cat([get(f"{prefix}.{name}.bias", (width,)) for name in ("gate_proj", "up_proj")])
@@ -150,7 +195,8 @@ def load_mlp(load: Loader, prefix: str, width: int) -> DenseMLP:
 def load_experts(
     load: Loader, prefix: str, names: tuple[str, str, str], experts: list[int], bias: str
 ) -> MoEWeights:
-    """Router and the experts in this rank's slots, each read once; -1 leaves a slot zero.
+    """Router and the experts in this rank's slots, each read once; -1 leaves a slot zero. In FP8,
+    H and F are padded with zeros to multiples of 128 throughout.
 
     Args:
         prefix: of the MoE block. The experts are `experts.{e}.{name}.weight`, or, as transformers
@@ -158,12 +204,28 @@ def load_experts(
         names: of gate, up and down.
         bias: name of the correction bias, below `prefix`.
     """
-    moe, H, source = load.spec.moe, load.spec.hidden_size, load.source
-    F = moe.intermediate_size
-    router_EH = source.get(f"{prefix}.gate.weight", (moe.num_experts, H), fp32=True)
+    moe, H = load.spec.moe, load.spec.hidden_size
+    router_EH = load.get(f"{prefix}.gate.weight", (moe.num_experts, H), fp32=True)
     bias_E = None
     if moe.correction_bias:
-        bias_E = source.get(f"{prefix}.{bias}", (moe.num_experts,), fp32=True)
+        bias_E = load.get(f"{prefix}.{bias}", (moe.num_experts,), fp32=True)
+    if load.fp8:
+        router_EH = F.pad(router_EH, (0, padded(H) - H))
+        sizes = H, moe.intermediate_size
+        held: tuple[Tensor, ...] = fp8_experts(
+            load.source, prefix, names, experts, sizes, load.device
+        )
+    else:
+        held = _experts(load, prefix, names, experts)
+    load.held.nbytes += sum(tensor.nbytes for tensor in held)
+    return MoEWeights(router_EH, bias_E, *held)
+
+
+def _experts(
+    load: Loader, prefix: str, names: tuple[str, str, str], experts: list[int]
+) -> tuple[Tensor, Tensor]:
+    """gate_up [S, 2F, H], down [S, H, F]."""
+    H, F, source = load.spec.hidden_size, load.spec.moe.intermediate_size, load.source
     S, dtype, device = len(experts), load.dtype, load.device
     gate_up_SFH = torch.zeros(S, 2 * F, H, dtype=dtype, device=device)
     down_SHF = torch.zeros(S, H, F, dtype=dtype, device=device)
@@ -186,4 +248,4 @@ def load_experts(
             gate_up_SFH[slot, :F] = source.get(f"{at}.{gate}.weight", (F, H))
             gate_up_SFH[slot, F:] = source.get(f"{at}.{up}.weight", (F, H))
             down_SHF[slot] = source.get(f"{at}.{down}.weight", (H, F))
-    return MoEWeights(router_EH, bias_E, gate_up_SFH, down_SHF)
+    return gate_up_SFH, down_SHF

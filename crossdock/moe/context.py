@@ -73,7 +73,7 @@ class MoEContext:
     fp8_experts: Literal["triton", "deepgemm"] = "triton"
     routing: str = "real"
     apart: Transport | None = None
-    router: RouterOptions = RouterOptions()
+    router: RouterOptions = field(default_factory=RouterOptions)
     load: ExpertLoad = field(init=False)
 
     def __post_init__(self) -> None:

@@ -75,6 +75,8 @@ class MoELayer:
         clock, observe, transport = time.perf_counter, self._recorder.observe, self._transport
         t0 = clock()
         idle = x_TH.shape[0] == 0  # such a rank makes the others wait for all it does
+        if self.router.gathers:
+            self._board.enter("counts", self._index)
         routing = self.router.nothing() if idle else self.router(x_TH, keys_T)
         t1 = clock()
         observe("router", t1 - t0)

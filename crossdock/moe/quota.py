@@ -1,7 +1,8 @@
 """Replica choice by quota: each step's tokens spread over the copies of their experts so that ranks
 are loaded evenly, from the counts of all ranks' tokens.
 
-This is the host's form of `kernels.reroute`, to the token; algorithms and sources: `balance.reroute`.
+This is the host's form of `kernels.reroute`, to the token; for algorithms and sources see
+`balance.reroute`.
 """
 
 from collections.abc import Sequence
@@ -19,15 +20,24 @@ if TYPE_CHECKING:
 
 
 class QuotaMap:
-    """Of one layer; on a GPU its tensors stay at fixed addresses. Of several copies of an expert on
-    one rank the first serves all its tokens."""
+    """Of one layer. Of several copies of an expert on one rank the first serves all its tokens.
 
-    def __init__(self, placement: Placement, index: int, rank: int, device: torch.device):
+    `on_device`: by kernels, whose maps stay at fixed addresses and which ask nothing of the host.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        index: int,
+        rank: int,
+        device: torch.device,
+        on_device: bool = False,
+    ):
         self._index, self._rank = index, rank
         self._slot_ER = np.empty((placement.num_experts, placement.num_ranks), np.int64)
         self._hosts: list[tuple[int, list[int]]] = []
         self._copies: Copies | None = None
-        if device.type == "cuda":
+        if on_device:
             self._copies = _on_device(self._slot_ER.shape, device)
         self.update(placement)
 
@@ -61,7 +71,9 @@ class QuotaMap:
         tokens = tokens_RE.numpy()
         order = ids.argsort(kind="stable")
         starts = ids[order].searchsorted([e for e, _ in self._hosts]).tolist()
-        for (e, hosts), quotas, start in zip(self._hosts, self._quotas(tokens), starts, strict=True):
+        for (e, hosts), quotas, start in zip(
+            self._hosts, self._quotas(tokens), starts, strict=True
+        ):
             mine = int(tokens[self._rank, e])
             if mine:
                 sent = _sent(tokens[hosts, e].tolist(), quotas, hosts, self._rank, mine)
@@ -119,7 +131,9 @@ def _sent(
     parts = [divmod(f * left, whole) for f in free]
     missing = left - sum(part for part, _ in parts)
     largest = sorted(range(len(hosts)), key=lambda i: -parts[i][1])[:missing]
-    return [s + part + (i in largest) for i, (s, (part, _)) in enumerate(zip(sent, parts, strict=True))]
+    return [
+        s + part + (i in largest) for i, (s, (part, _)) in enumerate(zip(sent, parts, strict=True))
+    ]
 
 
 def _on_device(shape: tuple[int, ...], device: torch.device) -> "Copies":

@@ -31,8 +31,8 @@ class Router:
         self.router_EH, self.bias_E = weights.router_EH, weights.bias_E
         options, device = context.router, context.device
         if options.adjusted:
-            bias_E = weights.bias_E
-            self.bias_E = weights.router_EH.new_zeros(spec.num_experts) if bias_E is None else bias_E
+            zero_E = weights.router_EH.new_zeros(spec.num_experts)
+            self.bias_E = zero_E if weights.bias_E is None else weights.bias_E + zero_E
         self.slot_map = SlotMap(context.placement, index, device, options.near)
         self._invariant, self._recorder = context.invariant, context.recorder
         self._logits = _choose_logits(weights.router_EH, context)
@@ -40,7 +40,8 @@ class Router:
         self._capacity, self._dropped = options.capacity, context.load.dropped_L[index]
         self._counts, self._quota_map = options.counts, None
         if options.counts is not None:
-            self._quota_map = QuotaMap(context.placement, index, context.rank, device)
+            on_device = device.type == "cuda"
+            self._quota_map = QuotaMap(context.placement, index, context.rank, device, on_device)
         self._by_map = self._quota_map is None and self._capacity is None
         self._in_one_kernel = None
         if device.type == "cuda" and not context.invariant:
@@ -66,8 +67,9 @@ class Router:
         if self._by_map:
             return Routing(self.slot_map(ids_TK, keys_T), weights_TK)
         if self._capacity is not None:
-            limit = limit_of(self._capacity, *ids_TK.shape, self.spec.num_experts)
-            over_TK = ~keep_heaviest(ids_TK, weights_TK, self.spec.num_experts, limit)
+            E = self.spec.num_experts
+            limit = limit_of(self._capacity, ids_TK.shape[0], ids_TK.shape[1], E)
+            over_TK = ~keep_heaviest(ids_TK, weights_TK, E, limit)
             self._dropped += over_TK.sum()
             ids_TK, weights_TK = ids_TK.masked_fill(over_TK, -1), weights_TK.masked_fill(over_TK, 0)
         if self._quota_map is not None:
@@ -75,9 +77,14 @@ class Router:
         slots_TK = self.slot_map(ids_TK.clamp(min=0), keys_T)
         return Routing(slots_TK.masked_fill_(ids_TK < 0, -1), weights_TK)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether all ranks must call it, or `nothing`, in each exchange of rows."""
+        return self._quota_map is not None
+
     def nothing(self) -> Routing:
-        """Of no tokens; where ranks exchange counts, the others wait for it."""
-        if self._quota_map is not None:
+        """Of no tokens."""
+        if self.gathers:
             self._gather(self._nothing.slots_TK)
         return self._nothing
 

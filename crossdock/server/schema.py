@@ -163,7 +163,7 @@ class LoadBody(_Body):
 
 
 class RebalanceBody(_Body):
-    policy: Literal["sticky", "eplb"] | None = None
+    policy: Literal["sticky", "eplb", "quota", "llep"] | None = None
 
 
 Body = TypeVar("Body", bound=_Body)

@@ -44,6 +44,7 @@ class Service:
                 client.spec.moe.top_k,
                 client.config.load_window_tokens,
                 client.balancer.totals,
+                client.config.altering,
             )
         )
         self.client = client

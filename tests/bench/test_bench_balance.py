@@ -31,6 +31,7 @@ def test_a_whole_run(tmp_path):
         "eplb_planning_processor",
         "small_fullest_rank",
         "generator_imbalance",
+        "choice_imbalance",
         "drift_imbalance",
         "sticky_improvement_over_eplb",
         "sticky_moves_over_eplb",

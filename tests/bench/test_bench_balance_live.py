@@ -32,10 +32,10 @@ def test_a_run_balances_a_served_model(tmp_path, capfd):
     gaps = {
         (case["shape"]["phase"], case["shape"]["percentile"]): case for case in named["live_itl"]
     }
-    assert len(gaps) == 6 and gaps["off", 50]["gaps"] == gaps["off", 99]["gaps"]
+    assert len(gaps) == 8 and gaps["off", 50]["gaps"] == gaps["off", 99]["gaps"]
     assert 2 * 6 * 12 < gaps["off", 50]["gaps"] <= 2 * 6 * 16
-    assert 0 < gaps["moving", 50]["gaps"] < 2 * 6 * 16
-    for phase in ("off", "moving", "auto"):
+    assert gaps["moving", 50]["gaps"] > 0 and gaps["planning", 50]["gaps"] > 0
+    for phase in ("off", "planning", "moving", "auto"):
         assert gaps[phase, 50]["median"] <= gaps[phase, 99]["median"]
     (before,) = named["live_imbalance_before"]
     (gain,) = named["live_balancedness_gain"]

@@ -88,6 +88,10 @@ def test_variants():
     ]
     assert names(invariant=True) == ["1 rank, 1 thread", "1 rank, 1 thread, invariant"]
     assert names(threads=(1, 2)) == ["1 rank, 1 thread", "1 rank, 2 threads"]
+    assert names(ranks=(2,), overlap=("off", "auto")) == [
+        "2 ranks, 1 thread, overlap off",
+        "2 ranks, 1 thread",
+    ]
     with pytest.raises(ConfigError, match="twice"):
         names(ranks=(2, 2))
 

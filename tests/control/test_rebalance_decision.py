@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from crossdock.balance import Answer, imbalance, linear_placement
+from crossdock.balance import Answer, imbalance, linear_placement, split
 from crossdock.control import (
     History,
+    Question,
     Reading,
     Window,
     decide,
@@ -39,7 +40,14 @@ def skewed(times=20):
 
 
 def ask(seen, history=History(), now=1000.0, config=CONFIG, nbytes=BYTES):  # noqa: B008
-    return decide(seen, PLACEMENT, config, history, nbytes, now)
+    """The plan to move to, or None; and why."""
+    decision = decide(Question(seen, PLACEMENT, config, history, nbytes, now))
+    return decision.plan if decision.move else None, decision.why
+
+
+def plan_of(seen, policy, config=CONFIG):
+    question = Question(seen, PLACEMENT, config, History(), BYTES, 0.0)
+    return propose(question, policy, weigh=False)
 
 
 def test_a_plan_says_what_it_moves_and_gains():
@@ -119,13 +127,27 @@ def test_costs_are_averaged_and_never_believed_to_be_nothing():
     assert moved(History(), plan, 0.0, 0.0, ok=True).seconds_per_byte == pytest.approx(1e-10)
 
 
+def test_shares_count_where_replicas_are_chosen_by_quota():
+    """Ranks 0 and 3 hold expert 0; rank 0 has expert 4 besides, so rank 3 should take more."""
+    load_LE = np.full((LAYERS, EXPERTS), 10)
+    load_LE[:, 0], load_LE[:, 4] = 150, 60
+    uneven, seen = replace(CONFIG, replica_choice="quota"), window(load_LE)
+    by_hash, by_quota = (plan_of(seen, "sticky", config) for config in (CONFIG, uneven))
+    assert by_quota.imbalance_before[0] < by_hash.imbalance_before[0]
+    for policy in ("sticky", "eplb", "quota", "llep"):
+        plan = plan_of(seen, policy, uneven)
+        want = imbalance(load_LE, split(plan.slot_expert_LP, load_LE, RANKS), RANKS)
+        assert plan.imbalance_after == pytest.approx(want.tolist())
+        assert plan.imbalance_after[0] <= by_quota.imbalance_before[0] + 1e-9
+
+
 @pytest.mark.parametrize("policy", ["sticky", "eplb"])
 def test_every_policy_proposes_what_every_expert_has_a_slot_in(policy):
-    plan = propose(window(skewed()), PLACEMENT, CONFIG, History(), BYTES, policy, weigh=False)
+    plan = plan_of(window(skewed()), policy)
     replace(PLACEMENT, slot_expert_LP=plan.slot_expert_LP).replicas(0)
     assert plan.policy == policy and plan.gain > 0
-    with pytest.raises(ConfigError, match="policy 'quota': expected one of sticky, eplb"):
-        propose(window(skewed()), PLACEMENT, CONFIG, History(), BYTES, "quota", weigh=False)
+    with pytest.raises(ConfigError, match="'hash' expected one of sticky, eplb"):
+        plan_of(window(skewed()), "quota")
 
 
 def test_a_window_is_the_difference_of_two_readings():
@@ -160,10 +182,16 @@ def test_a_window_is_the_difference_of_two_readings():
         ("rebalance_threshold", 0.9, "at least 1"),
         ("rebalance_threshold", float("nan"), "at least 1"),
         ("rebalance_interval_s", 0, "above 0"),
-        ("rebalance_policy", "quota", "one of sticky, eplb"),
+        ("rebalance_policy", "lp", "one of sticky, eplb, quota, llep"),
         ("rebalance", "on", "one of off, manual, auto"),
     ],
 )
 def test_settings_out_of_range_are_refused(name, value, what):
     with pytest.raises(ConfigError, match=f"{name} must be {what}"):
         EngineConfig(model="m", **{name: value})
+
+
+def test_policies_of_uneven_shares_need_a_choice_by_quota():
+    assert EngineConfig(model="m", rebalance_policy="quota", replica_choice="quota")
+    with pytest.raises(ConfigError, match='"llep" needs replica_choice = "quota"'):
+        EngineConfig(model="m", rebalance_policy="llep")

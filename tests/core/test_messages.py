@@ -36,6 +36,8 @@ MESSAGES = [
     m.Ready(0, {"device": "cpu", "pages": 10, "layers": (1, 2), "nested": {"a": None}}),
     m.Add(request, 3),
     m.Wake(4),
+    m.Rebalance(1, ((0, 1, -1), (1, 0, 0)), 5),
+    m.Rebalanced(1, 1, 2, 4096, 0.5, "a copy arrived damaged"),
     m.Abort("r-1"),
     m.Report(),
     m.Stop(),

@@ -42,7 +42,15 @@ def test_rows_may_be_strided_and_absent(device: torch.device) -> None:
     q, scale = quant.quantise_rows(x[:0])
     assert q.shape == (0, 512) and scale.shape == (0, 4)
     with pytest.raises(ValueError, match="multiple of 128; got 130"):
-        quant.quantise_rows(x[:, :130])
+        quant.swiglu_quantise_masked(x[:, None, :260], torch.ones(9, dtype=torch.int32))
+
+
+def test_rows_are_padded(device: torch.device) -> None:
+    x = spread(9, 512, device=device)
+    q, scale = quant.quantise_rows(x[:, :130], align=128)
+    assert q.shape == (128, 256) and scale.shape == (128, 2)
+    padded = torch.nn.functional.pad(x[:, :130], (0, 126))
+    assert_same_codes((q[:9], scale[:9]), quantise_blocks_torch(padded))
 
 
 @pytest.mark.parametrize("out", [256, 200])

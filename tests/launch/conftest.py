@@ -32,11 +32,18 @@ def storyteller() -> Path:
 
 
 def _run_ranks(
-    out: Path, config: dict[str, Any], prompts: list[list[int]], timeout: float = 120, **job: Any
+    out: Path,
+    config: dict[str, Any],
+    prompts: list[list[int]],
+    timeout: float = 120,
+    symmetric_bytes: int = 0,
+    **job: Any,
 ) -> list[np.ndarray]:
-    """The logits [tokens, V] of every prompt, from `config["ranks"]` processes."""
+    """The logits [tokens, V] of every prompt, from `config["ranks"]` processes. `symmetric_bytes`:
+    of each, for the nvlink transport in Triton's interpreter."""
     ranks = config["ranks"]
-    memory = SharedMemory.create(shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant"))))
+    nbytes = shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant")))
+    memory = SharedMemory.create(nbytes + ranks * symmetric_bytes)
     job = {
         "chunk": 1000, "prefill": 0, "stagger": 0, "prompts": prompts,
         "config": {"device": "cpu", **config},

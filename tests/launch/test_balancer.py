@@ -9,11 +9,12 @@ import pytest
 
 from crossdock import LLM, SamplingParams
 from crossdock.balance import linear_placement, parse_loads
-from crossdock.control import Reading
+from crossdock.control import History, Question, Reading, Window, decide
 from crossdock.core import Busy, ConfigError, CrossdockError, EngineConfig
 from crossdock.core.messages import Rebalanced
 from crossdock.launch.rebalance import Balancer
 from crossdock.launch.rebalance_loads import LoadRecording
+from crossdock.launch.rebalance_planner import decide_elsewhere, decode, encode
 from crossdock.launch.rebalance_ranks import Moves
 
 LOAD_LE = np.array([[900, 800, 10, 10, 10, 10], [10, 900, 10, 10, 10, 10]])
@@ -53,7 +54,7 @@ class FakeMover:
 
 
 def balancer(mover):
-    made = Balancer(mover, lambda: mover.now)
+    made = Balancer(mover, lambda: mover.now, decide)
     made.begin_window()
     return made
 
@@ -143,7 +144,9 @@ def test_the_thread_looks_by_itself_until_closed(caplog):
         return mover.succeed(slots)
 
     mover.ends = rebalance
-    made = Balancer(mover, lambda: mover.now * 1e3)  # what is an interval for it is none for us
+    made = Balancer(
+        mover, lambda: mover.now * 1e3, decide
+    )  # what is an interval for it is none for us
     made.start()
     assert moved.wait(30)
     made.close()
@@ -172,6 +175,28 @@ def test_a_placement_is_taken_over_as_far_as_it_got():
     assert (result.error, result.layers, result.moved_bytes, result.seconds) == (
         "broken", 1, 12, 0.2,
     )  # fmt: skip
+
+
+def test_another_process_decides_alike():
+    mover = FakeMover()
+    window = Window.between(mover.reading(), mover.reading())
+    for policy in (None, "eplb"):
+        question = Question(
+            window, mover.placement, mover.config, History(), 1000, mover.now, policy
+        )
+        here, there = decide(question), decide_elsewhere(question)
+        assert here.move is there.move is True and here.why == there.why
+        assert np.array_equal(here.plan.slot_expert_LP, there.plan.slot_expert_LP)
+        for name in ("policy", "imbalance_before", "imbalance_after", "moves", "gain", "cost_s"):
+            assert getattr(here.plan, name) == getattr(there.plan, name), name
+    again = decode(encode(question))
+    assert again.config == question.config and again.history == question.history
+    assert again.placement.slot_expert_LP.dtype == np.int64
+    late = replace(question, policy=None, history=History(moved_at=mover.now))
+    answer = decide_elsewhere(late)
+    assert (answer.move, answer.why, answer.plan) == (False, decide(late).why, None)
+    with pytest.raises(ConfigError, match="policy 'best'"):
+        decide_elsewhere(replace(question, policy="best"))
 
 
 def test_a_recording_of_windows():

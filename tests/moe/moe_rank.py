@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from crossdock.comm import build_transport, build_world
+from crossdock.comm import build_apart, build_transport, build_world
 from crossdock.core import MoESpec, Placement
 from crossdock.kernels.quant import quantise_weights
 from crossdock.layers import choose_products
@@ -21,15 +21,18 @@ from crossdock.metrics import Recorder
 from crossdock.moe import MoEContext, MoEWeights, build_moe_layer
 
 
-def drive(forward):
-    """The generator's result, and how often it yielded."""
-    yields = 0
-    try:
-        while True:
-            next(forward)
-            yields += 1
-    except StopIteration as stop:
-        return stop.value, yields
+def drive(*forwards):
+    """The generators' results, driven in turns, and how often they yielded together."""
+    yields, done = 0, [None] * len(forwards)
+    while any(result is None for result in done):
+        for i, forward in enumerate(forwards):
+            try:
+                if done[i] is None:
+                    next(forward)
+                    yields += 1
+            except StopIteration as stop:
+                done[i] = stop.value
+    return done, yields
 
 
 def run(case, rank, world, kind, invariant, dtype):
@@ -76,17 +79,21 @@ def run(case, rank, world, kind, invariant, dtype):
     context = MoEContext(
         rank, placement, transport, recorder, products.matmul, invariant, device, dtype,
         world.board, workspace=int(case["workspace"]), fp8_experts="triton",
+        apart=build_apart(kind, transport, device),
     )  # fmt: skip
     layer = build_moe_layer(spec, 1, weights, lambda x: x * 0.5, context)
     mine = np.flatnonzero(case["owner"] == rank)
     x = torch.from_numpy(case["x"][mine]).to(device, dtype)
     keys = torch.from_numpy(case["keys"][mine]).to(device)
     most = int(case["most"]) or int(max(np.bincount(case["owner"])))
-    out, yields = drive(layer.forward(x, keys, most))
-    assert yields == -(-most // int(case["max_tokens"])) and world.board.where(rank)[:2] == (
-        "combine",
-        1,
-    )
+    pieces = -(-most // int(case["max_tokens"]))
+    overlap = str(case["overlap"])
+    cut = len(mine) // 2 if overlap == "tbo" else len(mine)
+    halves = [(x[:cut], keys[:cut]), (x[cut:], keys[cut:])][: 1 + (overlap == "tbo")]
+    parts, yields = drive(*(layer.forward(*half, most, overlap) for half in halves))
+    out = torch.cat(parts)
+    assert yields == {"off": 0, "sbo": pieces, "tbo": 4 * pieces}[overlap]
+    assert world.board.where(rank)[:2] == ("combine", 1)
     snapshot = recorder.snapshot()
     parts = {"router", "dispatch", "experts", "shared", "combine"}
     if not len(mine):  # an idle rank spares itself what is of no use to the others

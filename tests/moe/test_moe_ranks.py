@@ -36,6 +36,7 @@ def make_case(seed, experts, top_k, hidden=HIDDEN, width=WIDTH, **settings):
         "fp8": False,
         "max_tokens": TOKENS,
         "most": 0,
+        "overlap": "sbo",
         "workspace": 1 << 20,
         **settings,
     }
@@ -80,13 +81,23 @@ def make_cases():
         cases[f"{size} {kind}"] = (size, kind, over(base, size, slots, seed=size))
     base = make_case(7, experts=6, top_k=3, max_tokens=4)
     cases["2 shm in pieces"] = (2, "shm", over(base, 2, 4, seed=2))
-    layouts = ((1, 4, "local"), (2, 3, "shm"), (5, 1, "shm"), (3, 2, "collective"))
+    for overlap in ("off", "tbo"):
+        for name in ("1 local", "2 shm", "4 shm", "3 collective", "2 shm in pieces"):
+            size, kind, case = cases[name]
+            cases[f"{name} {overlap}"] = (size, kind, {**case, "overlap": overlap})
+    layouts = (
+        (1, 4, "local", "off"), (2, 3, "shm", "sbo"), (5, 1, "shm", "off"),
+        (3, 2, "collective", "sbo"), (2, 3, "shm", "tbo"), (4, 1, "shm", "tbo"),
+        (3, 2, "collective", "tbo"),
+    )  # fmt: skip
     for dtype in DTYPES:
         base = make_case(11, experts=4, top_k=2, invariant=True, dtype=dtype)
-        for size, slots, kind in layouts:
-            case = over(base, size, slots, seed=size)
-            cases[f"invariant {dtype} {size} {kind}"] = (size, kind, case)
-    interpreted = ("bf16 masked in pieces", "bf16 waves", "fp8 masked", "fp8 grouped")
+        for size, slots, kind, overlap in layouts:
+            case = {**over(base, size, slots, seed=size), "overlap": overlap}
+            cases[f"invariant {dtype} {size} {kind} {overlap}"] = (size, kind, case)
+    interpreted = (
+        "bf16 masked in pieces", "bf16 waves", "fp8 masked", "fp8 grouped", "bf16 masked tbo"
+    )  # fmt: skip
     on_device = device_cases(2)
     return {
         **cases,
@@ -95,13 +106,16 @@ def make_cases():
 
 
 def device_cases(size):
-    """Rows that the host never counts: masked, in pieces, in segments, in segments by waves. `most`
+    """Rows that the host never counts: masked, in pieces, in segments, in segments by waves, of two
+    batches in flight. `most`
     claims more tokens than there are, which low latency does not take."""
     ways = {
         "masked": {},
         "masked in pieces": {"max_tokens": 8},
         "grouped": {"max_tokens": 300, "most": 257, "workspace": 1 << 30},
         "waves": {"max_tokens": 300, "most": 257},
+        "masked tbo": {"overlap": "tbo"},
+        "grouped tbo": {"max_tokens": 300, "most": 257, "workspace": 1 << 30, "overlap": "tbo"},
     }
     shape = {"hidden": 256, "width": 128, "dtype": "bfloat16", "on_device": True}
     cases = {}

@@ -1,0 +1,136 @@
+"""`bench suite`: all that several GPUs are measured by, one benchmark after another, within a given
+time. A part that does not end in its share is named and left out; the others are kept."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from crossdock.bench.report import Case, Report
+
+ENGINE_SETTINGS = """\
+max_num_seqs = 256
+max_num_batched_tokens = 8192
+max_model_len = 4096
+"""
+MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`arguments` of `crossdock bench`; `share` of the time that is left, at most; `settings`: what
+    its TOML file says."""
+
+    name: str
+    arguments: tuple[str, ...]
+    share: float
+    settings: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`document`: what the benchmark wrote, None where it did not; `why` says so."""
+
+    part: Part
+    seconds: float
+    document: dict[str, Any] | None
+    why: str = ""
+
+
+def gpu_parts(gpus: int) -> tuple[Part, ...]:
+    """The workloads of the figures this project compares itself with, per GPU."""
+    count = ("--ranks", str(gpus))
+    parts = [
+        Part("comm", ("comm", *count, "--tokens", "1,32,128,4096", "--repeats", "5"), 0.2),
+        Part("moe", ("moe", *count, "--tokens", "128,4096", "--repeats", "5"), 0.2),
+    ]
+    loads = (("prefill", 64, "2048", "1"), ("decode", 256, "1024", "257"))
+    for model in MODELS:
+        for what, prompts, before, after in loads:
+            arguments = (
+                "engine", model, *count, "--load", "dummy", "--routing", "uniform",
+                "--overlap", "off,auto", "--num-prompts", str(prompts * gpus),
+                "--input-len", before, "--output-len", after, "--repeats", "3",
+            )  # fmt: skip
+            parts.append(Part(f"engine-{model}-{what}", arguments, 0.3, ENGINE_SETTINGS))
+    return tuple(parts)
+
+
+def host_parts(ranks: int) -> tuple[Part, ...]:
+    """The same in small, on CPU ranks: the kernels in Triton's interpreter, so no timing."""
+    count = ("--ranks", str(ranks), "--device", "cpu")
+    shape = ("--hidden", "256", "--experts", str(8 * ranks))
+    return (
+        Part(
+            "comm",
+            ("comm", *count, "--transport", "nvlink", *shape, "--top-k", "2", "--tokens", "2",
+             "--exchanges", "1", "--repeats", "1"),
+            0.5,
+        ),
+        Part("moe", ("moe", *count, *shape, "--width", "128", "--tokens", "2", "--layers", "1",
+                     "--repeats", "1"), 0.7),
+    )  # fmt: skip
+
+
+def run_suite(
+    parts: Sequence[Part], seconds: float, folder: Path, on_progress: Callable[[str], None]
+) -> list[Outcome]:
+    """Runs `parts` in turn; each leaves `folder`/NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    end, outcomes = time.monotonic() + seconds, []
+    for part in parts:
+        left = end - time.monotonic()
+        on_progress(f"{part.name}, {left:.0f} s left")
+        outcomes.append(_run(part, left * part.share, folder / f"{part.name}.json"))
+    return outcomes
+
+
+def _run(part: Part, limit: float, out: Path) -> Outcome:
+    command = [sys.executable, "-m", "crossdock", "bench", *part.arguments, "--out", str(out)]
+    begin = time.monotonic()
+    out.unlink(missing_ok=True)
+    if part.settings:
+        out.with_suffix(".toml").write_text(part.settings)
+        command += ["--config", str(out.with_suffix(".toml"))]
+    if limit <= 0:
+        return Outcome(part, 0.0, None, "no time was left")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return Outcome(part, limit, None, f"did not end within its {limit:.0f} s")
+    seconds = time.monotonic() - begin
+    if not out.exists():
+        said = done.stderr.strip().splitlines()
+        return Outcome(part, seconds, None, said[-1] if said else f"exit code {done.returncode}")
+    return Outcome(part, seconds, json.loads(out.read_text()))
+
+
+def report_of(outcome: Outcome) -> Report:
+    """What a part wrote, to be shown as that benchmark shows it."""
+    document = outcome.document
+    assert document is not None
+    known = {field.name for field in fields(Case)} - {"more"}
+    cases = []
+    for case in document["cases"]:
+        given = {key: case[key] for key in known if key in case}
+        middle, low, high = (
+            float("nan") if x is None else x for x in (given["median"], *given["quartiles"])
+        )
+        more = {key: value for key, value in case.items() if key not in known | {"reached"}}
+        given |= {"median": middle, "quartiles": (low, high), "more": more}
+        cases.append(Case(**given))
+    return Report(document["command"], document["device"], tuple(cases))
+
+
+def document(outcomes: Sequence[Outcome], command: str) -> dict[str, Any]:
+    """All documents in one, by part."""
+    return {
+        "command": command,
+        "parts": {o.part.name: o.document for o in outcomes if o.document is not None},
+        "seconds": {o.part.name: round(o.seconds, 1) for o in outcomes},
+        "missing": {o.part.name: o.why for o in outcomes if o.document is None},
+    }

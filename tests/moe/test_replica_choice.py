@@ -1,0 +1,131 @@
+"""Which copy of an expert serves a token, and what an expert's capacity drops."""
+
+import numpy as np
+import pytest
+import torch
+
+from crossdock.balance import linear_placement
+from crossdock.balance.reroute import fill_quotas, reroute_quotas
+from crossdock.comm import LocalCounts, LocalTransport
+from crossdock.core import MoESpec, Placement
+from crossdock.layers import choose_products
+from crossdock.metrics import Recorder
+from crossdock.moe import MoEContext, MoEWeights, Router, RouterOptions, SlotMap
+from crossdock.moe.capacity import keep_heaviest, limit_of
+from crossdock.moe.quota import QuotaMap
+
+CPU = torch.device("cpu")
+
+
+def build(spec, weight, options, placement=None, bias=None):
+    placement = placement or linear_placement(1, spec.num_experts, 1)
+    matmul = choose_products(False).matmul
+    context = MoEContext(
+        0, placement, LocalTransport(False), Recorder(), matmul, False, CPU, torch.float32,
+        router=options,
+    )  # fmt: skip
+    return Router(
+        spec, 0, MoEWeights(weight, bias, torch.empty(0), torch.empty(0)), context
+    ), context
+
+
+def test_the_nearest_copy_is_taken_and_addresses_stay():
+    # Four ranks of three slots on two nodes; rank 1 asks.
+    row = np.array([0, 1, 2, 0, 3, 0, 4, 1, 2, 3, 4, 2])
+    near = ((1,), (0, 1))
+    slot_map = SlotMap(Placement(0, row[None], 5, 4), 0, CPU, near)
+    address = slot_map.slots_EM.data_ptr()
+    keys = torch.randint(-(2**62), 2**62, (400,))
+    ids = torch.arange(5).repeat(400, 1)
+    chosen = slot_map(ids, keys).numpy()
+    want = [{3, 5}, {1}, {2}, {4}, {6, 10}]  # own rank, own node, own node, own rank, anywhere
+    assert [set(chosen[:, e].tolist()) for e in range(5)] == want
+    moved = np.array([4, 1, 2, 2, 3, 0, 4, 1, 2, 3, 4, 2])
+    slot_map.update(Placement(1, moved[None], 5, 4))
+    chosen = slot_map(ids, keys).numpy()
+    assert [set(chosen[:, e].tolist()) for e in range(5)] == [{5}, {1}, {3}, {4}, {0}]
+    assert slot_map.slots_EM.data_ptr() == address
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "experts", "slots"), [(1, 3, 4), (2, 5, 4), (4, 9, 4), (6, 20, 5)]
+)
+def test_quotas_are_those_of_balance(ranks, experts, slots, on_device):
+    rng = np.random.default_rng()
+    for _ in range(1 if on_device else 10):
+        free = rng.integers(-1, experts, ranks * slots - experts)
+        row = rng.permutation(np.concatenate([np.arange(experts), free]))
+        placement = Placement(1, row[None], experts, ranks)
+        before = Placement(0, rng.permutation(row)[None], experts, ranks)
+        popularity = rng.dirichlet(np.full(experts, 0.3))
+        ids = [rng.choice(experts, (int(rng.integers(90)), 3), p=popularity) for _ in range(ranks)]
+        counts_RE = np.array([np.bincount(i.ravel(), minlength=experts) for i in ids])
+        quota_P = fill_quotas(counts_RE.sum(axis=0), row, ranks)
+        sent_RP = reroute_quotas(counts_RE, row, quota_P)
+        for rank in range(ranks):
+            quota_map = QuotaMap(before, 0, rank, CPU, on_device)
+            quota_map.update(placement)
+            slots_TK = quota_map(torch.tensor(ids[rank]), torch.tensor(counts_RE)).numpy()
+            np.testing.assert_array_equal(row[slots_TK], ids[rank])
+            got_P = np.bincount(slots_TK.ravel(), minlength=ranks * slots)
+            np.testing.assert_array_equal(got_P, sent_RP[rank])
+
+
+def test_quotas_even_out_what_equal_shares_do_not():
+    """Half of all tokens want expert 0, whose copies are beside a busy, a calm and an idle one."""
+    row = np.array([0, 1, 2, 0, 3, 4, 0, 5])
+    tokens_E = np.array([60, 40, 10, 5, 5, 0])
+    load_R = fill_quotas(tokens_E, row, 4).reshape(4, 2).sum(axis=1)
+    assert load_R.tolist() == [40, 35, 10, 35]
+
+
+def test_capacity_keeps_the_heaviest_tokens_of_each_expert():
+    T, K, E = 50, 3, 6
+    ids = torch.rand(T, E).topk(K)[1]
+    weights = (torch.rand(T, K) * 8).round() / 8  # many are equal
+    limit = limit_of(0.7, T, K, E)
+    kept = keep_heaviest(ids, weights, E, limit)
+    for expert in range(E):
+        at = [(t, k) for t in range(T) for k in range(K) if ids[t, k] == expert]
+        at.sort(key=lambda entry: -weights[entry])
+        assert [bool(kept[entry]) for entry in at] == [i < limit for i in range(len(at))]
+    assert limit_of(1.25, 1, 2, 64) == 1 and limit_of(1.0, 8, 2, 4) == 4
+
+
+@pytest.mark.parametrize("counts", [None, LocalCounts()])
+def test_a_router_with_a_capacity_drops_and_counts(counts):
+    spec, x = MoESpec(8, 2, 8, norm_topk_prob=True), torch.randn(40, 16)
+    weight = torch.randn(8, 16)
+    keys = torch.randint(-(2**62), 2**62, (40,))
+    free, _ = build(spec, weight, RouterOptions())
+    tight, context = build(spec, weight, RouterOptions(counts=counts, capacity=0.5))
+    all_, some = free(x, keys), tight(x, keys)
+    dropped = some.slots_TK < 0
+    assert torch.equal(some.slots_TK[~dropped], all_.slots_TK[~dropped])
+    assert torch.equal(some.weights_TK, all_.weights_TK.masked_fill(dropped, 0.0))
+    used = torch.bincount(some.slots_TK[~dropped], minlength=8)
+    wanted = torch.bincount(all_.slots_TK.view(-1), minlength=8)
+    assert torch.equal(used, wanted.clamp(max=limit_of(0.5, 40, 2, 8)))
+    assert context.load.dropped_L.tolist() == [int(dropped.sum())] and dropped.any()
+    assert torch.equal(context.load.tokens_LE[0], wanted)  # what was asked for
+    wide, context = build(spec, weight, RouterOptions(counts=counts, capacity=8.0))
+    assert torch.equal(wide(x, keys).slots_TK, all_.slots_TK)
+    assert context.load.dropped_L.tolist() == [0]
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_bias_decides_the_choice_alone(scoring, biased):
+    spec, x = MoESpec(8, 2, 8, scoring, correction_bias=biased), torch.randn(60, 16)
+    weight, bias = torch.randn(8, 16), torch.randn(8) * 0.05 if biased else None
+    plain, _ = build(spec, weight, RouterOptions(), bias=bias)
+    adjusted, _ = build(spec, weight, RouterOptions(adjusted=True), bias=bias)
+    for got, want in zip(adjusted.choose(x), plain.choose(x), strict=True):
+        assert torch.equal(got, want)  # not adjusted yet
+    adjusted.bias_E[3] += 2.0
+    ids, weights = adjusted.choose(x)
+    assert (ids == 3).any(dim=1).all()
+    scores = plain._scores(x @ weight.T)
+    torch.testing.assert_close(weights, scores.gather(1, ids))
+    assert bias is None or plain.bias_E is bias
