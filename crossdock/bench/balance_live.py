@@ -149,6 +149,8 @@ def _round(
         ended = time.perf_counter()
 
     moving = _run(llm, prompts, output_len, look)
+    if not outcomes:
+        raise CrossdockError(f"the balancer failed: {client.failure or 'its error is above'}")
     outcome = outcomes[0]
     if outcome is None or outcome.plan is None or outcome.result != "moved":
         why = "too few tokens" if outcome is None else outcome.why
@@ -167,8 +169,8 @@ def _run(
     output_len: int,
     at_part: Callable[[], None] | None = None,
 ) -> Load:
-    """All prompts at once; `at_part` runs in a thread of its own once a part of the tokens came, and
-    until it has ended prompts that were answered are asked again."""
+    """All prompts at once; `at_part` runs in a thread once a part of the tokens came, and until it
+    has ended, prompts that were answered are asked again."""
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     done = threading.Condition()
     arrivals: list[list[tuple[float, int]]] = []

@@ -15,6 +15,8 @@ from crossdock.engine import read_spec
 from crossdock.launch.start import find_model, find_tokenizer
 
 WARMUP_TOKENS = 8
+STATED = ("load", "layers", "routing", "quantize")
+"""Settings that the name of a case says."""
 PARTS = ("agree", "attention", "router", "dispatch", "experts", "shared", "combine", "sample")
 
 
@@ -199,7 +201,7 @@ def _device_name(device: str) -> str:
 def _shape(run: EngineRun, variant: Variant) -> dict[str, Any]:
     options = run.options
     source = options.prompts_file.name if options.prompts_file else options.input_len
-    stated = {name: options.settings.get(name) for name in ("load", "layers", "routing")}
+    stated = {name: options.settings.get(name) for name in STATED}
     stated = {name: value for name, value in stated.items() if value is not None}
     kind = "".join(f", {name} {value}" for name, value in stated.items())
     return {

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossdock.cli.output import JsonFlag, Output, output_of
-from crossdock.cli.settings import ConfigFile, Device, Model, settings
+from crossdock.cli.settings import ConfigFile, Device, Model, Quantize, settings
 from crossdock.core import ConfigError
 from crossdock.core.env import read_env
 
@@ -53,6 +53,7 @@ def engine(
     routing: Annotated[
         str | None, typer.Option(help="uniform or zipf:A in place of the router's choice.")
     ] = None,
+    quantize: Quantize = None,
     device: Device = None,
     target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
     config: ConfigFile = None,
@@ -69,7 +70,8 @@ def engine(
     lengths = parse_lengths(input_len, "--input-len")
     if len(lengths) > 1:
         raise ConfigError(f"--input-len {input_len!r}: one length or one range")
-    fields, _ = settings(config, device=device, load=load, layers=layers, routing=routing)
+    given = {"load": load, "layers": layers, "routing": routing, "quantize": quantize}
+    fields, _ = settings(config, device=device, **given)
     options = bench.EngineOptions(
         model=model,
         ranks=parse_counts(ranks, "--ranks"),

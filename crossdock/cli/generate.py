@@ -8,7 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from crossdock.cli.output import JsonFlag, Output, output_of
-from crossdock.cli.settings import ConfigFile, Device, Invariant, Model, Ranks, Revision, gather
+from crossdock.cli.settings import (
+    ConfigFile,
+    Device,
+    Invariant,
+    Model,
+    Quantize,
+    Ranks,
+    Revision,
+    gather,
+)
 from crossdock.core import ConfigError, CrossdockError, SamplingParams
 
 
@@ -25,6 +34,7 @@ def generate(
     ranks: Ranks = None,
     device: Device = None,
     invariant: Invariant = None,
+    quantize: Quantize = None,
     config: ConfigFile = None,
     revision: Revision = None,
     json: JsonFlag = False,
@@ -35,7 +45,7 @@ def generate(
     output = output_of(ctx)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     engine, _ = gather(
-        config, model=model, ranks=ranks, device=device, invariant=invariant, revision=revision
+        config, model=model, ranks=ranks, device=device, invariant=invariant, quantize=quantize, revision=revision
     )
     text = _prompt(prompt)
     client = start_engine(engine, output)

@@ -5,7 +5,16 @@ from typing import Annotated
 import typer
 
 from crossdock.cli.output import JsonFlag, output_of
-from crossdock.cli.settings import ConfigFile, Device, Invariant, Model, Ranks, Revision, gather
+from crossdock.cli.settings import (
+    ConfigFile,
+    Device,
+    Invariant,
+    Model,
+    Quantize,
+    Ranks,
+    Revision,
+    gather,
+)
 
 
 def serve(
@@ -25,6 +34,7 @@ def serve(
         int | None, typer.Option(help="Longest prompt and answer. [default: the model's]")
     ] = None,
     invariant: Invariant = None,
+    quantize: Quantize = None,
     config: ConfigFile = None,
     revision: Revision = None,
     json: JsonFlag = False,
@@ -41,6 +51,7 @@ def serve(
         api_key=api_key,
         max_model_len=max_model_len,
         invariant=invariant,
+        quantize=quantize,
         revision=revision,
     )
     try:

@@ -25,6 +25,13 @@ Invariant = Annotated[
         show_default=False,
     ),
 ]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize",
+        help="fp8: on a GPU, also of a BF16 checkpoint; none: never. [default: as the checkpoint]",
+    ),
+]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a Hugging Face id.")
 ]

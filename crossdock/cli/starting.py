@@ -46,6 +46,8 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "ranks": config.ranks,
         "device": client.info[0]["device"].split(":")[0],
         "dtype": client.info[0]["dtype"],
+        "fp8": client.info[0]["fp8"],
+        "quantised": spec.quant is not None,
         "threads_per_rank": config.threads,
         "invariant": config.invariant,
         "altering": config.altering,
@@ -73,7 +75,7 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     buffers = f", {_size(nbytes)} of buffers a rank" if nbytes else ""
     lines = [
         f"model      {facts['model']} ({facts['architecture']}, "
-        f"{_count(facts['parameters'])} parameters, {facts['dtype']})",
+        f"{_count(facts['parameters'])} parameters, {dtype_line(facts)})",
         f"ranks      {where}, {threads} each{mode}; context {facts['max_model_len']:,} tokens",
         f"attention  {facts['attention']}",
         f"transport  {facts['transport']}{buffers}",
@@ -104,6 +106,12 @@ def placement_line(experts: int, ranks: int, slots: int) -> str:
     if experts % ranks and each == -(-experts // ranks):
         line += f" ({ranks} ranks do not divide {experts}: slots rounded up)"
     return line
+
+
+def dtype_line(facts: dict[str, Any]) -> str:
+    if facts["fp8"]:
+        return f"{facts['dtype']}, products and experts in FP8"
+    return f"{facts['dtype']}, dequantised from FP8" if facts["quantised"] else facts["dtype"]
 
 
 def overlap_line(overlap: dict[str, Any]) -> str:

@@ -137,7 +137,8 @@ def build_world(
     if kind == "collective" and size > 1:
         make = _nccl if place.type == "cuda" else _gloo
         group = make(_store(rendezvous, "data", size), rank, size, deadline_s)
-    store = _store(rendezvous, "symmetric", size) if kind == "nvlink" and size > 1 else None
+    meets = kind == "nvlink" and size > 1 and place.type == "cuda"
+    store = _store(rendezvous, "symmetric", size) if meets else None
     node = socket.gethostname()
     members = tuple(
         Member(r, node, f"cuda:{r}" if place.type == "cuda" else "cpu") for r in range(size)

@@ -39,8 +39,8 @@ class Cluster:
     ):
         self.config, self._fds = config, fds
         self._on_message, self._on_exit = on_message, on_exit
-        # Only process groups meet in files; mkdtemp's mode is 0700.
-        in_files = config.transport == "collective"
+        # Only process groups and GPUs' symmetric memory meet in files; mkdtemp's mode is 0700.
+        in_files = config.transport in ("collective", "nvlink")
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-") if in_files else ""
         self.closing = threading.Event()
         self._lock = threading.Lock()

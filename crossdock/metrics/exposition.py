@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -30,7 +29,7 @@ from crossdock.metrics.families import (
 )
 from crossdock.metrics.rebalances import Rebalances
 from crossdock.metrics.recorder import EXCHANGE_BUCKETS_S, Histogram
-from crossdock.metrics.totals import LoadWindow, Totals, Values, balancedness, relative_std
+from crossdock.metrics.totals import LoadWindow, Totals, arrays_of, balancedness, relative_std
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 RECENT_S = 30.0
@@ -172,7 +171,7 @@ class GatewayMetrics(Collector):
             return
         for snapshot in self._engine.snapshots():
             values = snapshot.values
-            self._totals.update(snapshot.rank, _arrays(values))
+            self._totals.update(snapshot.rank, arrays_of(values, tuple(_SCHEDULER_COUNTERS)))
             self._gauges[snapshot.rank] = values.get("scheduler", {}) | values.get(
                 "router_bias", {}
             )
@@ -389,31 +388,6 @@ class GatewayMetrics(Collector):
             (now.prompt_tokens - base.prompt_tokens) / seconds,
             (now.generation_tokens - base.generation_tokens) / seconds,
         )
-
-
-def _arrays(values: dict[str, Any]) -> Values:
-    """The totals of a snapshot as arrays under flat names; slot rows are summed per layer."""
-    flat: dict[str, Any] = {
-        **{f"seconds.{part}": v for part, v in values.get("seconds", {}).items()},
-        **{f"overlap.{mode}": v for mode, v in values.get("overlap_steps", {}).items()},
-        **{f"bytes.{path}": v for path, v in values.get("all_to_all_bytes", {}).items()},
-    }
-    scheduler = values.get("scheduler", {})
-    flat |= {name: scheduler[name] for name in _SCHEDULER_COUNTERS if name in scheduler}
-    if "step" in values.get("calls", {}):
-        flat["steps"] = values["calls"]["step"]
-    for name, h in values.get("histograms", {}).items():
-        flat[f"counts.{name}"] = h["counts"]
-        flat[f"sum.{name}"] = h["sum"]
-    if "dropped_tokens" in values:
-        flat["dropped_tokens"] = sum(values["dropped_tokens"])
-    if "expert_tokens" in values:
-        flat["expert_tokens"] = values["expert_tokens"]
-    arrays = {name: np.asarray(value) for name, value in flat.items()}
-    if "slot_tokens" in values:
-        # A placement with other slots must not look like counts going backwards.
-        arrays["slot_tokens"] = np.asarray(values["slot_tokens"]).sum(axis=-1)
-    return arrays
 
 
 def _scalar(value: np.ndarray | None) -> float:

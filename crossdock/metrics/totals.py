@@ -1,7 +1,10 @@
 """From the totals that ranks report to sums that never fall, and expert load over a window.
 
-Knows arrays by name; not where they come from, nor what an exposition looks like.
+Knows the names in a snapshot; not what an exposition looks like.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -85,3 +88,29 @@ def relative_std(load_LX: np.ndarray) -> list[float | None]:
 def balancedness(load_LR: np.ndarray) -> list[float | None]:
     """Per layer mean over maximum, 1 when even; None for a layer without load."""
     return [float(row.mean() / row.max()) if row.any() else None for row in load_LR]
+
+
+def arrays_of(values: Mapping[str, Any], counters: Sequence[str]) -> Values:
+    """The totals of a rank's snapshot as arrays under flat names; slot rows are summed per layer.
+    `counters`: of its scheduler."""
+    flat: dict[str, Any] = {
+        **{f"seconds.{part}": v for part, v in values.get("seconds", {}).items()},
+        **{f"overlap.{mode}": v for mode, v in values.get("overlap_steps", {}).items()},
+        **{f"bytes.{path}": v for path, v in values.get("all_to_all_bytes", {}).items()},
+    }
+    scheduler = values.get("scheduler", {})
+    flat |= {name: scheduler[name] for name in counters if name in scheduler}
+    if "step" in values.get("calls", {}):
+        flat["steps"] = values["calls"]["step"]
+    for name, h in values.get("histograms", {}).items():
+        flat[f"counts.{name}"] = h["counts"]
+        flat[f"sum.{name}"] = h["sum"]
+    if "dropped_tokens" in values:
+        flat["dropped_tokens"] = sum(values["dropped_tokens"])
+    if "expert_tokens" in values:
+        flat["expert_tokens"] = values["expert_tokens"]
+    arrays = {name: np.asarray(value) for name, value in flat.items()}
+    if "slot_tokens" in values:
+        # A placement with other slots must not look like counts going backwards.
+        arrays["slot_tokens"] = np.asarray(values["slot_tokens"]).sum(axis=-1)
+    return arrays

@@ -32,6 +32,7 @@ def test_a_whole_run(tmp_path):
         "small_fullest_rank",
         "generator_imbalance",
         "choice_imbalance",
+        "reroute",
         "drift_imbalance",
         "sticky_improvement_over_eplb",
         "sticky_moves_over_eplb",

@@ -46,7 +46,7 @@ def _run_ranks(
     memory = SharedMemory.create(nbytes + ranks * symmetric_bytes)
     job = {
         "chunk": 1000, "prefill": 0, "stagger": 0, "prompts": prompts,
-        "config": {"device": "cpu", **config},
+        "config": {"device": "cpu", "overlap": "off", **config},
         "rendezvous": str(out / f"store-{np.random.default_rng().integers(1 << 62)}"), **job,
     }  # fmt: skip
     processes = [

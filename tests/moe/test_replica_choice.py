@@ -13,6 +13,7 @@ from crossdock.metrics import Recorder
 from crossdock.moe import MoEContext, MoEWeights, Router, RouterOptions, SlotMap
 from crossdock.moe.capacity import keep_heaviest, limit_of
 from crossdock.moe.quota import QuotaMap
+from crossdock.moe.router import _identity, _one_kernel
 
 CPU = torch.device("cpu")
 
@@ -129,3 +130,18 @@ def test_a_bias_decides_the_choice_alone(scoring, biased):
     scores = plain._scores(x @ weight.T)
     torch.testing.assert_close(weights, scores.gather(1, ids))
     assert bias is None or plain.bias_E is bias
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_one_kernel_gives_experts_where_more_is_done_with_them(scoring):
+    """As on a GPU, with a bias that has been adjusted."""
+    spec, x = MoESpec(12, 3, 8, scoring, norm_topk_prob=True), torch.randn(20, 16)
+    route, _ = build(spec, torch.randn(12, 16), RouterOptions(adjusted=True, capacity=0.8))
+    route.bias_E.copy_(torch.randn(12) * 0.1)
+    counts_E = torch.zeros(12, dtype=torch.int64)
+    kernel = _one_kernel(spec, _identity(12, CPU), route.bias_E, counts_E)
+    ids, weights = kernel(route._logits(x), torch.randint(-(2**62), 2**62, (20,)))
+    want_ids, want_weights = route.choose(x)
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-7)
+    assert torch.equal(counts_E, torch.bincount(ids.view(-1), minlength=12))
