@@ -48,6 +48,12 @@ class KVCache:
     def layer(self, index: int) -> tuple[Tensor, ...]:
         return self._layers[index]
 
+    def clear(self, pages: int) -> None:
+        """Zeroes the first `pages` pages."""
+        for layer in self._layers:
+            for tensor in layer:
+                tensor[: pages * self.page_size].zero_()
+
     @property
     def num_tokens(self) -> int:
         """Tokens the cache has room for."""

@@ -45,7 +45,13 @@ def generate(
     output = output_of(ctx)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     engine, _ = gather(
-        config, model=model, ranks=ranks, device=device, invariant=invariant, quantize=quantize, revision=revision
+        config,
+        model=model,
+        ranks=ranks,
+        device=device,
+        invariant=invariant,
+        quantize=quantize,
+        revision=revision,
     )
     text = _prompt(prompt)
     client = start_engine(engine, output)

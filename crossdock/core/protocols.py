@@ -127,6 +127,9 @@ class KV(Protocol):
     page_size: int
 
     def layer(self, index: int) -> "tuple[Tensor, ...]": ...
+    def clear(self, pages: int) -> None:
+        """Zeroes the first `pages` pages."""
+        ...
 
 
 class SlotLayer(Protocol):

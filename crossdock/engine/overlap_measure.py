@@ -44,14 +44,15 @@ class Limits:
 def measure_overlap(
     modes: Sequence[OverlapMode], runner: Runner, world: World, limits: Limits
 ) -> OverlapPolicy:
-    """Collective. What it counted and what it left in the cache are the caller's to forget.
+    """Collective, before any request: the cache is cleared again, what was counted meanwhile is the
+    caller's to forget.
 
     Args:
         modes: beside "off", those that can run.
     """
     world.board.enter("agree", step=0)
     await_start(world)
-    meter = _Meter(runner, world, limits)
+    meter = _Meter(runner, world)
     budget = _BUDGET_S[world.device.type]
     # On a CPU both do the same in another order, and "sbo" waits less for other ranks; on a GPU it
     # takes a stream more and leaves the exchange fewer multiprocessors.
@@ -68,6 +69,7 @@ def measure_overlap(
             break
         times = _compare(meter, plan, ("off", *modes))
         rungs.append(choose_rung(plan.num_tokens, times, usual))
+    runner.kv.clear(meter.pages)
     why = f"measured up to {rungs[-1].tokens} tokens a rank"
     if len(rungs) == 1:
         why = f"steps take too long to be measured in {budget:g} s"
@@ -114,12 +116,15 @@ def pays(times: Sequence[float], base: Sequence[float]) -> bool:
 
 
 class _Meter:
-    def __init__(self, runner: Runner, world: World, limits: Limits):
-        self._runner, self._world, self._limits = runner, world, limits
+    """`pages`: how many of the cache, from the first on, steps have written."""
+
+    def __init__(self, runner: Runner, world: World):
+        self._runner, self._world, self.pages = runner, world, 0
 
     def seconds(self, plan: Plan, mode: OverlapMode) -> float:
         """A step on all ranks, every one of which has a plan of this shape; of the slowest."""
         device, lockstep = self._world.device, self._world.lockstep
+        self.pages = max(self.pages, *(1 + page for item in plan.items for page in item.pages))
         cut = middle([len(item.tokens) for item in plan.items])
         most = plan.num_tokens if mode != "tbo" else max(cut, plan.num_tokens - cut)
         lockstep.exchange((0,))

@@ -368,8 +368,13 @@ def test_load_spec(tmp_path):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"config\.json: (not valid|expected)"):
             load_spec(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_spec(path)
     path.write_text(json.dumps(MIXTRAL))
     assert isinstance(load_spec(tmp_path), ModelSpec)
+    assert load_spec(path) == load_spec(tmp_path)  # a config.json by whatever name
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_spec(tmp_path)
+    path.rmdir()
+    path.write_text(json.dumps(MIXTRAL))
     assert load_spec(tmp_path) == parse_config(MIXTRAL)

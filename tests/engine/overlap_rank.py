@@ -19,7 +19,7 @@ import torch
 from crossdock.comm import build_world
 from crossdock.core import EngineConfig, Plan, Request, SamplingParams, Scheduled
 from crossdock.engine import agree, build_engine
-from crossdock.engine.overlap import forced
+from crossdock.engine.overlap import OverlapPolicy, Rung, forced
 
 MODES = ("off", "sbo", "tbo")
 
@@ -43,15 +43,19 @@ def run_case(rank: int, directory: Path, case: dict) -> None:
     assert not engine.recorder.snapshot()["seconds"]  # measuring has left no trace
     assert not np.any(engine.recorder.snapshot()["expert_tokens"])
     assert not any(engine.recorder.snapshot()["all_to_all_bytes"].values())
+    layers = [t for i in range(case["layers"]) for t in engine.runner.kv.layer(i)]
+    assert not any(tensor.any() for tensor in layers)
     saved: dict[str, np.ndarray] = {"info": np.array(json.dumps(engine.info["overlap"]))}
     modes = [mode for mode in MODES if mode != "sbo" or case["shared"]]
     for mode in modes:
-        for layer in range(case["layers"]):
-            for tensor in engine.runner.kv.layer(layer):
-                tensor.zero_()
+        for tensor in layers:
+            tensor.zero_()
         saved[f"logits {mode}"] = logits_of_steps(engine, case["steps"], rank, mode)
-    for mode in modes:
-        engine.overlap = forced(mode)
+    whole = "sbo" if case["shared"] else "off"
+    mixed = (Rung(0, "off"), Rung(2, whole), Rung(6, whole, halves=True))
+    policies = {mode: forced(mode) for mode in modes}
+    for mode, policy in {**policies, "mixed": OverlapPolicy("auto", mixed, "")}.items():
+        engine.overlap = policy
         before = dict(engine.overlap_steps)
         saved[f"tokens {mode}"] = tokens_of_requests(engine, case["requests"], rank, mode)
         ran = {m: n - before[m] for m, n in engine.overlap_steps.items()}

@@ -148,11 +148,14 @@ def test_modes_agree(results, name: str) -> None:
             else:
                 np.testing.assert_allclose(got, want, atol=2e-5, rtol=0)
             np.testing.assert_array_equal(rank[f"tokens {mode}"], rank["tokens off"])
+        np.testing.assert_array_equal(rank["tokens mixed"], rank["tokens off"])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_run_as_asked_and_alike_on_all_ranks(results, name: str) -> None:
     ranks = results[name]
+    off, sbo, tbo = ranks[0]["ran mixed"]
+    assert tbo and (sbo if CASES[name][0] == "dense first, shared expert" else off)
     for mode in ("off", "sbo", "tbo"):
         if f"ran {mode}" not in ranks[0]:
             continue
