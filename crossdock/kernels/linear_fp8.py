@@ -1,8 +1,11 @@
 """A dense product in FP8: the masked or grouped kernels with one slot."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from crossdock.kernels import grouped_gemm_tiles as tiles
 from crossdock.kernels.grouped_gemm import ALIGN, Segments
 from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, is_hopper, masked_gemm_fp8
 from crossdock.kernels.quant import dequantise_rows, dequantise_weights, quantise_rows
@@ -10,6 +13,9 @@ from crossdock.kernels.rounding import quantise_blocks_torch
 
 FEW_ROWS = 64
 """Up to so many the masked kernel reads each weight once; on Hopper it takes any number."""
+THIN_OUT = 8192
+"""Outputs up to which few rows take tiles of 64 instead of 128 of them: one slot alone has too few
+of the larger ones to keep a GPU's multiprocessors reading."""
 
 
 def linear_fp8(x_TI: Tensor, w_OI: Tensor, scale_AB: Tensor) -> Tensor:
@@ -28,7 +34,9 @@ def linear_fp8(x_TI: Tensor, w_OI: Tensor, scale_AB: Tensor) -> Tensor:
         q_TI, scale_TB = quantise_rows(x_TI)
         counts_1 = torch.full((1,), rows, dtype=torch.int32, device=device)
         x_1TI, scale_1TB = q_TI.unsqueeze(0), scale_TB.unsqueeze(0)
-        return masked_gemm_fp8(x_1TI, scale_1TB, w_1OI, scale_1AB, counts_1, rows)[0]
+        thin = rows <= FEW_ROWS and w_OI.shape[0] <= THIN_OUT
+        tile = replace(tiles.tile_for(tiles.MASKED_FP8, rows), bo=64) if thin else None
+        return masked_gemm_fp8(x_1TI, scale_1TB, w_1OI, scale_1AB, counts_1, rows, tile)[0]
     q_NI, scale_NB = quantise_rows(x_TI, align=ALIGN)
     padded = len(q_NI)
     offsets_2 = torch.arange(0, padded + 1, padded, dtype=torch.int32, device=device)

@@ -7,7 +7,8 @@ from crossdock.layers.linear import Products
 
 
 class DenseMLP:
-    """`gate_up` [2F, H], gate rows first, and `down` [H, F], each with its bias or None."""
+    """`gate_up` [2F, H], gate rows first, and `down` [H, F], as `Products.matmul` takes them, each
+    with its bias or None."""
 
     def __init__(
         self,

@@ -195,8 +195,8 @@ def load_mlp(load: Loader, prefix: str, width: int) -> DenseMLP:
 def load_experts(
     load: Loader, prefix: str, names: tuple[str, str, str], experts: list[int], bias: str
 ) -> MoEWeights:
-    """Router and the experts in this rank's slots, each read once; -1 leaves a slot zero. In FP8,
-    H and F are padded with zeros to multiples of 128 throughout.
+    """Router and the experts in this rank's slots, each read once; -1 leaves a slot zero. In FP8
+    all experts are, and H and F are padded with zeros to multiples of 128 throughout.
 
     Args:
         prefix: of the MoE block. The experts are `experts.{e}.{name}.weight`, or, as transformers

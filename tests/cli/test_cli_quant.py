@@ -28,13 +28,13 @@ def reference(checkpoint):
     return logprobs.gather(2, windows[:, 1:, None]).mean((1, 2))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("ranks", [1])
-def test_answers_in_fp8_beside_bf16(checkpoint, tmp_path, ranks):
-    text, out = tmp_path / "text.txt", tmp_path / "quant.json"
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_answers_in_fp8_beside_bf16(checkpoint, tmp_path, device):
+    text, out, config = (tmp_path / name for name in ("text.txt", "quant.json", "more.toml"))
     text.write_text(TEXT)
+    config.write_text('attention = "torch"\nkv_memory_gib = 0.01\n')
     done = crossdock(
-        checkpoint, "--text", text, "--ranks", ranks, "--device", "cpu", "--context", CONTEXT,
+        checkpoint, "--text", text, "--device", device, "--config", config, "--context", CONTEXT,
         "--windows", WINDOWS, "--prompts", 2, "--prompt-len", 5, "--output-len", 3, "--out", out,
         "--json",
     )  # fmt: skip
@@ -53,7 +53,7 @@ def test_answers_in_fp8_beside_bf16(checkpoint, tmp_path, ranks):
     likeliest, greedy = (cases[name, "fp8 / bf16"] for name in ("same_likeliest", "same_greedy"))
     assert likeliest["n"] == WINDOWS and likeliest["mean"] > 40
     assert greedy["n"] == len(greedy["first_difference"]) == 2
-    assert all(c["shape"]["ranks"] == ranks for c in document["cases"])
+    assert all(c["shape"]["ranks"] == 1 for c in document["cases"])
 
 
 def test_what_cannot_be_compared_is_refused(checkpoint, tmp_path):

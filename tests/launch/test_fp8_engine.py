@@ -35,6 +35,7 @@ def test_dummy_weights_of_a_quantised_config_are_fp8(tmp_path) -> None:
     """Sizes that are no multiple of 128 are padded; what is held is summed to the byte."""
     path = write(tmp_path / "tiny.json", quantization_config=QUANT)
     settings = {**INTERPRETED, "load": "dummy", "kv_memory_gib": 0.01, "overlap": "off"}
+    settings |= {"max_num_batched_tokens": 32, "low_latency_tokens": 4}
     with LLM(str(path), ranks=2, **settings) as llm:
         info = llm.client.info
         outputs = llm.generate(["abc", "de"], GREEDY)
@@ -64,3 +65,32 @@ def test_where_fp8_cannot_run_it_is_refused_or_dequantised(tmp_path) -> None:
     assert why is not None and "blocks of [64, 64]" in why
     with pytest.raises(ConfigError, match="quantize must be one of auto, none, fp8"):
         EngineConfig("m", quantize="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_a_slice_of_deepseek_v3_is_held_in_fp8() -> None:
+    """Three dense layers and one of 256 experts, of a config that ships."""
+    with LLM("deepseek-v3", load="dummy", layers=4, kv_memory_gib=0.5, max_model_len=512) as llm:
+        (info,) = llm.client.info
+        spec = llm.client.spec
+        outputs = llm.generate(["abc"], GREEDY)
+    assert len(outputs[0].outputs[0].token_ids) == 3
+    kept = 2 * spec.vocab_size * spec.hidden_size
+    kept += 4 * 512 * 128 * (128 + 128)  # kv_b of four layers
+    want = (spec.num_params - kept) * (1 + 4 / 128**2) + 2 * kept
+    assert info["fp8"] and info["weight_bytes"] == pytest.approx(want, rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_a_plain_checkpoint_is_quantised_as_it_is_loaded(storyteller: Path) -> None:
+    """Sizes of the demo model are no multiples of 128."""
+    prompt = "Once upon a time there was"
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    tokens = {}
+    for quantize in ("none", "fp8"):
+        with LLM(str(storyteller), quantize=quantize, kv_memory_gib=0.05) as llm:
+            (info,) = llm.client.info
+            tokens[quantize] = llm.generate([prompt], params)[0].outputs[0].token_ids
+        assert info["fp8"] == (quantize == "fp8")
+    same = sum(a == b for a, b in zip(tokens["none"], tokens["fp8"], strict=True))
+    assert same >= 4  # what follows a first difference is another story

@@ -90,7 +90,8 @@ def run(path: Path, ranks: int, run_ranks: Any, **settings: Any) -> tuple[Any, A
     config = {
         "model": str(path), "ranks": ranks, "max_num_batched_tokens": 64, "page_size": 4,
         "transport": "nvlink", "dtype": "bfloat16", "deadline_s": 60, "max_num_seqs": 8,
-        "kv_memory_gib": 0.02, "low_latency_tokens": 8, "overlap": "sbo", **settings,
+        "kv_memory_gib": 0.02, "low_latency_tokens": 8, "overlap": "sbo",
+        "attention": "torch", **settings,
     }  # fmt: skip
     got = run_ranks(config, texts, prefill=11, stagger=1, symmetric_bytes=8 << 20)
     return texts, got

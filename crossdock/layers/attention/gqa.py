@@ -23,7 +23,7 @@ from crossdock.layers.rope import rotate
 @dataclass(frozen=True, eq=False)
 class GQAWeights:
     """h query and k key/value heads of width D. qkv [(h + 2k) * D, H]; norms over D ("head") or
-    over the whole projection ("full"), None without."""
+    over the whole projection ("full"), None without. Matrices as `Products.matmul` takes them."""
 
     qkv: Tensor
     out: Tensor

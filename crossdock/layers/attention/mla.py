@@ -31,7 +31,8 @@ class MLAWeights:
 
     a: all projections of the hidden state, rows [queries (Q, or h * P without q_lora) | L | R].
     q_b [h * P, Q] and q_norm [Q], None without q_lora; kv_norm [L]; kv_b [h * (nope + V), L].
-    Rows of rotated dimensions are in half-split order.
+    Rows of rotated dimensions are in half-split order. a, q_b and out as `Products.matmul` takes
+    them; kv_b a tensor.
     """
 
     a: Tensor
