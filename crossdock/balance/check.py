@@ -52,7 +52,7 @@ def check_placement(
     if slot_expert_LP.shape != (num_layers, num_slots):
         raise ConfigError(
             f"the current placement is {slot_expert_LP.shape}, expected {num_layers} layers x "
-            f"{num_slots} slots"
+            f"{num_slots} slots; it has {slot_expert_LP.shape[-1] - num_experts} redundant ones"
         )
     if slot_expert_LP.min() < -1 or slot_expert_LP.max() >= num_experts:
         raise ConfigError(f"the current placement names experts outside -1 to {num_experts - 1}")

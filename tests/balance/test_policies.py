@@ -212,8 +212,8 @@ def test_sticky_gains_more_than_moving_costs(seed):
     after_L = rank_load(problem.load_LE, answer, ranks).max(axis=1)
     moved_L = moved(problem.current_LP, answer.slot_expert_LP, ranks)
     assert (before_L - after_L >= cost * moved_L - 1e-6 * before_L).all()
-    if cost == 1e9:
-        assert (answer.slot_expert_LP == problem.current_LP).all()
+    if cost == 1e9:  # giving up a copy moves nothing and may still gain
+        assert not moved_L.any()
 
 
 def test_sticky_follows_drifting_loads_with_few_moves():
