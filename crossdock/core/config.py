@@ -26,8 +26,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on a GPU."""
     transport: Literal["auto", "local", "collective", "shm", "nvlink"] = "auto"
-    attention: Literal["auto", "torch", "triton"] = "auto"
-    """auto: Triton kernels on CUDA in 16 bits, else torch."""
+    attention: Literal["auto", "torch", "triton"] = "torch"
+    """auto: Triton kernels on CUDA in 16 bits, else torch. torch is the default until whole models
+    have been run with the others on GPUs."""
     max_dispatch_tokens: int = 4096
     """Tokens of a rank that travel to experts at once; steps with more send them in pieces."""
     low_latency_tokens: int = 256
