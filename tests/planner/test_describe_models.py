@@ -139,8 +139,8 @@ def test_what_is_no_model_is_refused(tmp_path, monkeypatch):
     (tmp_path / "a.yaml").write_text("x")
     with pytest.raises(ConfigError, match=r"\.toml of dimensions"):
         load_model(tmp_path / "a.yaml")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     with pytest.raises(UserError, match="nobody/no-such-model"):
         load_model("nobody/no-such-model")
 
