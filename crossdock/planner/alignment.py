@@ -210,18 +210,3 @@ def advise_dense(
         _matrix("dense width", width, tp, block).line(),
     ]
     return DenseAdvice(tp, best, optimum, tuple(lines))
-
-
-def alignment_lines(
-    spec: ModelSpec,
-    tp: int,
-    weights_dtype: str = "bfloat16",
-    experts: Literal["ep", "tp"] = "tp",
-) -> list[str]:
-    """What `tp` ranks do to every shape, and the sizes that pad nothing."""
-    sizes = aligned_tp_sizes(spec, weights_dtype, experts)
-    return [
-        *(shard.line() for shard in shards(spec, tp, weights_dtype, experts)),
-        f"TP sizes without padding: {', '.join(map(str, sizes))}"
-        + ("" if tp in sizes else f"; {tp} is not one of them"),
-    ]

@@ -61,18 +61,6 @@ def best_page_size(
     return next((f for f in reversed(all_of_them) if f.expected <= tolerated), all_of_them[0])
 
 
-def fragmentation_lines(lengths: Sequence[int] | np.ndarray, page_size: int) -> list[str]:
-    """Of pages of `page_size` tokens and of the best size."""
-    f, best = fragmentation(lengths, page_size), best_page_size(lengths)
-    return [
-        f"pages of {page_size} tokens: {f.tokens:.1f} tokens of rounding per request, "
-        f"{f.expected:.2%} of what is reserved, {f.p99:.2%} at the 99th percentile; reserved over "
-        f"used {f.reserved_over_used:.4f}",
-        f"best page size: {best.page_size}, with {best.expected:.2%} (the largest within "
-        f"{TOLERATED_WASTE:.0%})",
-    ]
-
-
 def lifetime(prompt: int, output: int) -> np.ndarray:
     """Tokens that a request holds at each of its decode steps."""
     return np.arange(prompt, prompt + max(1, output))

@@ -9,7 +9,6 @@ from crossdock.metrics.exposition import Engine, GatewayMetrics
 from crossdock.planner.fragmentation import (
     best_page_size,
     fragmentation,
-    fragmentation_lines,
     kv_state,
     lifetime,
     parse_lengths,
@@ -49,12 +48,6 @@ def test_the_best_page_size():
     assert fragmentation(lengths, 2 * best.page_size).expected > 0.01
     assert best_page_size([3], sizes=(4, 8)).page_size == 4  # none is good enough
     assert best_page_size([100_000]).page_size == 256
-
-
-def test_the_lines_say_it():
-    lines = fragmentation_lines([16, 17, 1], 16)
-    assert "10.0 tokens of rounding per request, 46.88%" in lines[0]
-    assert lines[1].startswith("best page size: 1, with 0.00%")
 
 
 def test_distributions():
