@@ -98,12 +98,66 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     started = time.perf_counter()
     spec = read_spec(config)
     check_overlap(config, spec)
+    recorder = Recorder()
+    recorder.source("moe_layers", lambda: spec.moe_layers)
+    context = _build_context(config, spec, world, recorder)
+    max_len, dtype = context.max_model_len, context.dtype
+    model = _load_model(config, spec, context, on_progress)
+    one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
+    budget = kv_budget(config, one_page, max_len, world.device)
+    kv = KVCache(
+        spec.attention, spec.num_layers, budget.num_pages, config.page_size, dtype, world.device
+    )
+    sampler = Sampler(spec.vocab_size, world.device)
+    runner = Runner(model, kv, sampler, world.device, recorder, world.board)
+    limits = Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        max_len,
+        config.page_size,
+        budget.num_pages,
+        spec.vocab_size,
+    )
+    overlap = _build_overlap(config, spec, runner, world, limits)
+    recorder.reset()
+    info: dict[str, Any] = {
+        "device": str(world.device),
+        "dtype": _name_of(dtype),
+        "slots": context.placement.slots_per_rank,
+        "fp8": context.fp8,
+        "weight_bytes": model.weight_bytes,
+        "kv_bytes": budget.num_bytes,
+        "kv_tokens": budget.num_pages * config.page_size,
+        "kv_reason": budget.reason,
+        "transport": config.transport,
+        "attention": f"{model.attention.name}: {model.attention.reason}",
+        "transport_bytes": getattr(context.transport, "nbytes", 0),
+        "overlap": overlap.describe(),
+        "load_seconds": time.perf_counter() - started,
+    }
+    if model.moe_layers:
+        info["expert_bytes"] = _expert_bytes(model)
+    return Engine(
+        world,
+        _build_scheduler(config, spec, context, budget.num_pages),
+        runner,
+        context.transport,
+        recorder,
+        _build_rebalancer(config, world, context.placement, model),
+        overlap,
+        _build_adjuster(config, world, model, recorder),
+        info,
+    )
+
+
+def _build_context(
+    config: EngineConfig, spec: ModelSpec, world: World, recorder: Recorder
+) -> ModelContext:
+    """What the model is built into, the transport among it. Collective."""
     max_len = resolve_max_model_len(config, spec)
     name = resolve_dtype(config, spec, world.device.type)
     dtype = getattr(torch, name)
     fp8 = runs_in_fp8(config, spec, world.device, name, config.transport)
-    recorder = Recorder()
-    recorder.source("moe_layers", lambda: spec.moe_layers)
     placement = initial_placement(config, spec)
     transport = build_transport(
         config.transport,
@@ -119,7 +173,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         fp8=fp8,
         low_latency_tokens=config.low_latency_tokens,
     )
-    context = ModelContext(
+    return ModelContext(
         rank=world.rank,
         device=world.device,
         dtype=dtype,
@@ -137,57 +191,27 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         apart=build_apart(config.transport, transport, world.device),
         router=_router_options(config, spec, world, recorder),
     )
-    model = _load_model(config, spec, context, on_progress)
-    one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
-    budget = kv_budget(config, one_page, max_len, world.device)
-    kv = KVCache(
-        spec.attention, spec.num_layers, budget.num_pages, config.page_size, dtype, world.device
-    )
-    held = f"{name}, products in fp8" if fp8 else name
+
+
+def _build_scheduler(
+    config: EngineConfig, spec: ModelSpec, context: ModelContext, num_pages: int
+) -> Scheduler:
+    name = _name_of(context.dtype)
+    held = f"{name}, products in fp8" if context.fp8 else name
     layout = f"{config.model}|{config.revision}|{held}|{spec.attention}|{config.page_size}"
-    scheduler = Scheduler(
+    return Scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_len,
+        max_model_len=context.max_model_len,
         page_size=config.page_size,
-        num_pages=budget.num_pages,
+        num_pages=num_pages,
         prefix_caching=config.prefix_caching,
         namespace=hashlib.sha256(layout.encode()).hexdigest(),
     )
-    sampler = Sampler(spec.vocab_size, world.device)
-    runner = Runner(model, kv, sampler, world.device, recorder, world.board)
-    limits = Limits(
-        config.max_num_seqs,
-        config.max_num_batched_tokens,
-        max_len,
-        config.page_size,
-        budget.num_pages,
-        spec.vocab_size,
-    )
-    overlap = _build_overlap(config, spec, runner, world, limits)
-    recorder.reset()
-    info: dict[str, Any] = {
-        "device": str(world.device),
-        "dtype": name,
-        "slots": placement.slots_per_rank,
-        "fp8": fp8,
-        "weight_bytes": model.weight_bytes,
-        "kv_bytes": budget.num_bytes,
-        "kv_tokens": budget.num_pages * config.page_size,
-        "kv_reason": budget.reason,
-        "transport": config.transport,
-        "attention": f"{model.attention.name}: {model.attention.reason}",
-        "transport_bytes": getattr(transport, "nbytes", 0),
-        "overlap": overlap.describe(),
-        "load_seconds": time.perf_counter() - started,
-    }
-    if model.moe_layers:
-        info["expert_bytes"] = _expert_bytes(model)
-    rebalancer = _build_rebalancer(config, world, placement, model)
-    adjuster = _build_adjuster(config, world, model, recorder)
-    return Engine(
-        world, scheduler, runner, transport, recorder, rebalancer, overlap, adjuster, info
-    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _router_options(
