@@ -91,7 +91,9 @@ class Rebalancer:
         target = replace(now, epoch=epoch, slot_expert_LP=slot_expert_LP)
         tasks = self._plan(target)
         self._target, self._tasks, self._started = target, tasks, time.perf_counter()
-        self._done = self._sent = self._ready = self._free = self._moved = 0
+        self._done = self._sent = self._ready = self._moved = 0
+        # What the move before left in the staging may still be on its way into its slots.
+        self._free = 0 if self.copies.free() else -1
         self._begin_layer()
 
     def _plan(self, target: Placement) -> list[_Task]:

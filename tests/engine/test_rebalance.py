@@ -115,6 +115,24 @@ def test_a_damaged_copy_leaves_the_old_placement():
     assert np.array_equal(ranks.movers[1].placement.slot_expert_LP, target)
 
 
+def test_staging_that_is_still_read_is_not_written():
+    """As on a GPU, where the copies of the move before may be on their way into their slots."""
+    rng = np.random.default_rng(5)
+    ranks = Ranks(rng, 2)
+    slow = ranks.movers[1].copies
+    slow.free = lambda: False
+    target = draw(rng, 2)
+    for mover in ranks.movers:
+        mover.begin(1, target)
+    for _ in range(5):
+        assert ranks.step() == [None, None]
+    assert not ranks.area.any()
+    del slow.free
+    while ranks.step()[0] is None:
+        pass
+    assert ranks.area.any()
+
+
 def test_what_cannot_be_moved_to_is_refused():
     rng = np.random.default_rng(4)
     ranks = Ranks(rng, 2, places=1)
