@@ -149,7 +149,7 @@ def _step(engine: "Engine", ids: list[int]) -> float:
     import torch
 
     from crossdock.engine.batch import make_batch
-    from crossdock.engine.runner import drive
+    from crossdock.engine.drive import drive
 
     if engine.adjuster is not None:
         engine.adjuster.advance(len(ids))

@@ -1,11 +1,10 @@
 """How a report's cases look on a terminal."""
 
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from crossdock.bench.parts_table import parts_tables
 from crossdock.bench.report import Case, Report
 
 
@@ -27,8 +26,7 @@ def render(report: Report) -> RenderableType:
                     target_of(case),
                 )
     shown: list[RenderableType] = [Text(f"{report.command}\n{report.device}\n"), table]
-    parts = [case for case in report.cases if "parts_ms" in case.more]
-    return Group(*shown, "", _parts(parts)) if parts else Group(*shown)
+    return Group(*shown, *parts_tables(report.cases, _what))
 
 
 def _what(case: Case) -> str:
@@ -36,27 +34,6 @@ def _what(case: Case) -> str:
         other = f" / {case.shape['to']}" if "to" in case.shape else ""
         return f"{case.shape['variant']}{other}"
     return " ".join(f"{key}={value}" for key, value in case.shape.items())
-
-
-def _parts(cases: list[Case]) -> Table:
-    """`wait` is the part of agree, dispatch and combine spent on slower ranks."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("ms of a step")
-    for case in cases:
-        table.add_column(_what(case), justify="right")
-    for part in cases[0].more["parts_ms"]:
-        name = "wait, within the others" if part == "wait" else part
-        table.add_row(f"  {name}", *(_ms(case.more["parts_ms"][part]) for case in cases))
-    table.add_row("  step", *(_ms(_sum_of(case.more["parts_ms"])) for case in cases), style="bold")
-    return table
-
-
-def _ms(value: float) -> str:
-    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"
-
-
-def _sum_of(parts: dict[str, Any]) -> float:
-    return float(sum(value for part, value in parts.items() if part != "wait"))
 
 
 def target_of(case: Case) -> Text:

@@ -8,29 +8,36 @@ from statistics import median
 from typing import Any
 
 from crossdock.bench.child import Child
-from crossdock.bench.report import Case, Report, case_of, cpu_name
+from crossdock.bench.engine_parts import step_cases
+from crossdock.bench.measure import measure_here
+from crossdock.bench.report import Case, Report, case_of, cpu_name, write_document
 from crossdock.bench.workload import random_prompts
 from crossdock.core import ConfigError, EngineConfig
+from crossdock.core.ceilings import Ceilings
 from crossdock.engine import read_spec
 from crossdock.launch.start import find_model, find_tokenizer
 
 WARMUP_TOKENS = 8
 STATED = ("load", "layers", "routing", "quantize")
 """Settings that the name of a case says."""
-PARTS = ("agree", "attention", "router", "dispatch", "experts", "shared", "combine", "sample")
+TRACED_STEPS = 400
+"""Most steps of a turn that are timed one by one."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`ranks` and `threads` (per rank) of the same length, or one of them of length 1.
+    """`ranks`, `threads` (per rank) and `tp` (ranks of an attention group) of the same length, or
+    of length 1.
 
-    `overlap`: modes to compare. `settings`: further fields of `EngineConfig`. `target`: the ratio
-    to reach, to transformers if that runs too, else to the first of our variants.
+    `overlap`: modes to compare. `trace`: where a timeline of the first variant's first steps goes.
+    `settings`: further fields of `EngineConfig`. `target`: the ratio to reach, to transformers if
+    that runs too, else to the first of our variants.
     """
 
     model: str
     ranks: tuple[int, ...] = (1,)
     threads: tuple[int, ...] = (1,)
+    tp: tuple[int, ...] = (1,)
     invariant: bool = False
     overlap: tuple[str, ...] = ("auto",)
     vs_transformers: bool = False
@@ -40,6 +47,7 @@ class EngineOptions:
     prompts_file: Path | None = None
     repeats: int = 5
     target: float | None = None
+    trace: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -51,25 +59,30 @@ class Variant:
     threads: int
     invariant: bool = False
     overlap: str = "auto"
+    tp: int = 1
 
     @property
     def name(self) -> str:
         who = f"{self.ranks} rank" + "s" * (self.ranks > 1) if self.ranks else "transformers"
         threads = f"{self.threads} thread" + "s" * (self.threads > 1)
         overlap = "" if self.overlap == "auto" else f", overlap {self.overlap}"
-        return f"{who}, {threads}" + (", invariant" if self.invariant else "") + overlap
+        tp = "" if self.tp == 1 else f", tp {self.tp}"
+        return f"{who}, {threads}{tp}" + (", invariant" if self.invariant else "") + overlap
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """`answers[variant]`: one dict per repeat, as the children answer. `prompt_tokens`: of all
-    prompts together."""
+    """`answers[variant]`: one dict per repeat, as the children answer; `traced[variant]`: of one
+    more, whose steps were all timed. `prompt_tokens`: of all prompts together. `ceilings`: of a
+    rank's device."""
 
     options: EngineOptions
     variants: tuple[Variant, ...]
     facts: dict[Variant, dict[str, Any]]
     answers: dict[Variant, list[dict[str, Any]]]
+    traced: dict[Variant, dict[str, Any]]
     prompt_tokens: int
+    ceilings: Ceilings
 
 
 OnProgress = Callable[[str], None]
@@ -78,21 +91,21 @@ OnProgress = Callable[[str], None]
 def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
     """Ours in the order asked for, each in every overlap mode and followed by its invariant twins;
     then transformers."""
-    many = max(len(options.ranks), len(options.threads))
-    if {len(options.ranks), len(options.threads)} - {1, many}:
+    given = options.ranks, options.threads, options.tp
+    many = max(map(len, given))
+    if set(map(len, given)) - {1, many}:
+        r, t, tp = map(len, given)
         raise ConfigError(
-            f"--ranks has {len(options.ranks)} values and --threads {len(options.threads)}: "
-            "give as many of each, or one of either"
+            f"--ranks has {r} values, --threads {t} and --tp {tp}: give as many of each, or one"
         )
-    ranks, threads = (v * many if len(v) == 1 else v for v in (options.ranks, options.threads))
     found = []
-    for r, t in zip(ranks, threads, strict=True):
+    for r, t, tp in zip(*(v * many if len(v) == 1 else v for v in given), strict=True):
         for invariant in (False, True)[: 1 + options.invariant]:
-            found += [Variant(r, t, invariant, overlap) for overlap in options.overlap]
+            found += [Variant(r, t, invariant, overlap, tp) for overlap in options.overlap]
     if options.vs_transformers:
-        found.append(Variant(0, threads[0]))
+        found.append(Variant(0, options.threads[0]))
     if len(set(found)) < len(found):
-        raise ConfigError("the same --ranks, --threads and --overlap are there twice")
+        raise ConfigError("the same --ranks, --threads, --tp and --overlap are there twice")
     return tuple(found)
 
 
@@ -120,7 +133,39 @@ def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: N
             for variant in _order(variants, turn):
                 on_progress(f"{turn + 1} of {options.repeats}: {variant.name}")
                 answers[variant].append(children[variant].ask(request))
-    return EngineRun(options, variants, facts, answers, sum(map(len, prompts)))
+        ceilings = _ceilings(facts[variants[0]], on_progress)
+        traced: dict[Variant, dict[str, Any]] = {}
+        for variant in variants:
+            # What a trace costs is nobody's throughput, so it has a turn of its own.
+            if variant.ranks and (options.trace or _on_gpu(facts[variant])):
+                on_progress(f"tracing {variant.name}")
+                wanted = {
+                    "traced_steps": TRACED_STEPS,
+                    "timeline": not traced and bool(options.trace),
+                }
+                traced[variant] = children[variant].ask({**request, **wanted})
+    if options.trace is not None:
+        first = next(iter(traced.values()))
+        write_document(first.pop("timeline"), options.trace, "--trace")
+    return EngineRun(options, variants, facts, answers, traced, sum(map(len, prompts)), ceilings)
+
+
+def _on_gpu(facts: dict[str, Any]) -> bool:
+    return str(facts["ranks"][0]["device"]).startswith("cuda")
+
+
+def _ceilings(facts: dict[str, Any], on_progress: OnProgress) -> Ceilings:
+    """As the engine knows them; where nobody does, as this machine shows them now."""
+    rank = facts["ranks"][0]
+    if rank["ceilings"] is not None:
+        return Ceilings(**rank["ceilings"])
+    on_progress("measuring what this machine reaches")
+    values = measure_here("cuda" if _on_gpu(facts) else "cpu")
+    return Ceilings(
+        values["matmul_tflop_per_s"][rank["dtype"]] * 1e12,
+        values["memory_gbytes_per_s"] * 1e9,
+        "measured in this run",
+    )
 
 
 def _order(variants: tuple[Variant, ...], turn: int) -> Iterator[Variant]:
@@ -136,6 +181,7 @@ def _settings(options: EngineOptions, variant: Variant) -> tuple[str, dict[str, 
             "model": options.model,
             "ranks": variant.ranks,
             "threads": variant.threads,
+            "tp": variant.tp,
             "invariant": variant.invariant,
             "overlap": variant.overlap,
             "prefix_caching": False,
@@ -180,7 +226,7 @@ def report(run: EngineRun, command: str) -> Report:
         *(_throughput(run, v) for v in run.variants),
         *(_prompt_throughput(run, v) for v in run.variants),
         *_ratios(run),
-        *(case for v in run.variants if v.ranks for case in (_step(run, v), _memory(run, v))),
+        *(case for v in run.variants if v.ranks for case in _parts(run, v)),
     ]
     notes = {
         "settings": {**run.options.settings, "prefix_caching": False},
@@ -245,20 +291,10 @@ def _ratios(run: EngineRun) -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _step(run: EngineRun, variant: Variant) -> Case:
-    """Mean time of a step of each repeat, and of its parts, over the ranks."""
-    ranks = [rank for answer in run.answers[variant] for rank in answer["parts"]]
-    steps = [rank["seconds"]["step"] / rank["calls"]["step"] * 1e3 for rank in ranks]
-    all_steps = sum(rank["calls"]["step"] for rank in ranks)
-    parts = {
-        part: sum(rank["seconds"].get(part, 0.0) for rank in ranks) / all_steps * 1e3
-        for part in (*PARTS, "wait")
-    }
-    parts["other"] = sum(steps) / len(steps) - sum(parts[part] for part in PARTS)
-    return case_of(
-        "step", steps, "ms", "lower", _shape(run, variant),
-        more={"parts_ms": parts, "steps": all_steps},
-    )  # fmt: skip
+def _parts(run: EngineRun, variant: Variant) -> Iterator[Case]:
+    traced, shape = run.traced.get(variant), _shape(run, variant)
+    yield from step_cases(run.answers[variant], traced, run.ceilings, shape)
+    yield _memory(run, variant)
 
 
 def _memory(run: EngineRun, variant: Variant) -> Case:

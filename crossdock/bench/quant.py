@@ -1,5 +1,6 @@
-"""`bench quant`: what FP8 does to a model's answers, beside the same model in BF16: the
-log-likelihood of a text, and greedy continuations of its beginnings."""
+"""`bench quant`: what FP8 does to a model's answers, that of its products and that of its KV cache,
+beside the same model in BF16: the log-likelihood of a text, and greedy continuations of its
+beginnings."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,8 +15,12 @@ from crossdock.core import ConfigError, EngineConfig
 from crossdock.engine import read_spec
 from crossdock.launch.start import find_model, find_tokenizer, interpreted_bytes, resolve
 
-VARIANTS = {"bf16": "none", "fp8": "fp8"}
-"""And their `quantize`."""
+VARIANTS = {
+    "bf16": {"quantize": "none", "kv_cache_dtype": "auto"},
+    "fp8": {"quantize": "fp8", "kv_cache_dtype": "auto"},
+    "fp8 kv": {"quantize": "none", "kv_cache_dtype": "fp8"},
+}
+"""And their settings; the first is what the others are compared with."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,11 @@ class QuantOptions:
 
 @dataclass(frozen=True)
 class Answers:
-    """By window or prompt. `weight_bytes`: of the ranks together."""
+    """By window or prompt. `weight_bytes`: of the ranks together; `kv_token_bytes`: of a cached
+    token."""
 
     weight_bytes: int
+    kv_token_bytes: float
     logprobs: list[list[float]]
     likeliest: list[list[int]]
     greedy: list[list[int]]
@@ -86,7 +93,8 @@ def run_quant(
             found = ranks.ask(_request(options, windows))
             named = ranks.facts[0]["name"]
             weight_bytes = sum(facts["weight_bytes"] for facts in ranks.facts)
-            answers[name] = _gathered(found, weight_bytes)
+            kv_token_bytes = ranks.facts[0]["kv_bytes"] / ranks.facts[0]["kv_tokens"]
+            answers[name] = Answers(weight_bytes, kv_token_bytes, **_gathered(found))
     named = f"{options.ranks} x {named}" if named else f"{cpu_name()}, Triton's interpreter"
     return QuantRun(options, named, windows, answers)
 
@@ -114,10 +122,10 @@ def _variant(options: QuantOptions, config: EngineConfig, name: str, windows: in
     if config.device == "cpu":  # in the interpreter
         other = "local" if options.ranks == 1 else "collective"
         transport = "nvlink" if name == "fp8" else other
-    quantize: Any = VARIANTS[name]
+    chosen: dict[str, Any] = dict(VARIANTS[name])
     config = replace(
         config,
-        quantize=quantize,
+        **chosen,
         transport=transport,
         dtype="bfloat16",
         overlap="off",
@@ -140,10 +148,9 @@ def _request(options: QuantOptions, windows: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def _gathered(found: list[dict[str, Any]], weight_bytes: int) -> Answers:
+def _gathered(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Rank r answered every R-th from the r-th on."""
-    whole = {key: _interleaved([answer[key] for answer in found]) for key in found[0]}
-    return Answers(weight_bytes, **whole)
+    return {key: _interleaved([answer[key] for answer in found]) for key in found[0]}
 
 
 def _interleaved(parts: list[list[Any]]) -> list[Any]:
@@ -156,6 +163,7 @@ def report(run: QuantRun, command: str) -> Report:
         "settings": run.options.settings,
         "meaning": {
             "log_likelihood": "nats per token, a value a window; its mean beside it",
+            "variant": "fp8: products and experts; fp8 kv: the KV cache alone",
             "log_likelihood_difference": "FP8 less BF16",
             "same_likeliest": "share of the text's positions at which both name the same token",
             "same_greedy": "share of a prompt's new tokens, position by position: nothing after "
@@ -166,31 +174,37 @@ def report(run: QuantRun, command: str) -> Report:
 
 
 def _cases(run: QuantRun) -> Iterator[Case]:
-    bf16, fp8 = run.answers["bf16"], run.answers["fp8"]
-    scored = sum(map(len, bf16.logprobs))
     text = {"windows": len(run.windows), "context": run.options.context}
     for name, answers in run.answers.items():
-        more = {"mean": fmean(x for window in answers.logprobs for x in window), "tokens": scored}
+        scored = [x for window in answers.logprobs for x in window]
+        more = {"mean": fmean(scored), "tokens": len(scored)}
         shape = {"variant": name, **_shape(run), **text}
         yield case_of("log_likelihood", answers.means, "nats", "higher", shape, more=more)
-    both = {"variant": "fp8 / bf16", **_shape(run)}
+    for name in list(VARIANTS)[1:]:
+        yield from _compared(run, name, text)
+    for name, answers in run.answers.items():
+        held, shape = [answers.weight_bytes / 2**20], {"variant": name, **_shape(run)}
+        yield case_of("weights", held, "MiB", "lower", shape)
+        yield case_of("kv_token", [answers.kv_token_bytes], "B", "lower", shape)
+
+
+def _compared(run: QuantRun, name: str, text: dict[str, int]) -> Iterator[Case]:
+    bf16, fp8 = run.answers["bf16"], run.answers[name]
+    both = {"variant": f"{name} / bf16", **_shape(run)}
     differences = [b - a for a, b in zip(bf16.means, fp8.means, strict=True)]
-    more = {"mean": fmean(differences)}
-    yield case_of(
-        "log_likelihood_difference", differences, "nats", "higher", {**both, **text}, more=more
-    )
     likeliest = _shares(bf16.likeliest, fp8.likeliest)
-    more = {"mean": fmean(likeliest)}
-    yield case_of("same_likeliest", likeliest, "%", "higher", {**both, **text}, more=more)
+    for what, values, unit in (
+        ("log_likelihood_difference", differences, "nats"),
+        ("same_likeliest", likeliest, "%"),
+    ):
+        mean = {"mean": fmean(values)}
+        yield case_of(what, values, unit, "higher", {**both, **text}, more=mean)
     pairs = list(zip(bf16.greedy, fp8.greedy, strict=True))
     firsts = [_first_difference(*pair) for pair in pairs]
     new = {"prompts": len(pairs), "output_len": run.options.output_len}
     same = _shares(bf16.greedy, fp8.greedy)
     found = {"identical": firsts.count(None), "first_difference": firsts}
     yield case_of("same_greedy", same, "%", "higher", {**both, **new}, more=found)
-    for name, answers in run.answers.items():
-        held = [answers.weight_bytes / 2**20]
-        yield case_of("weights", held, "MiB", "lower", {"variant": name, **_shape(run)})
 
 
 def _shape(run: QuantRun) -> dict[str, Any]:

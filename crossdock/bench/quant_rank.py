@@ -13,7 +13,7 @@ from crossdock.comm import World
 from crossdock.core import CapacityError, EngineConfig, Plan, Request, SamplingParams, Scheduled
 from crossdock.engine import Engine, build_engine
 from crossdock.engine.batch import make_batch
-from crossdock.engine.runner import drive
+from crossdock.engine.drive import drive
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,8 @@ def start(settings: dict[str, Any]) -> tuple[Rank, dict[str, Any]]:
             f"sequences need {needed}; raise kv_memory_gib, or lower --prompts"
         )
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
-    facts = {"name": device, **{k: engine.info[k] for k in ("fp8", "weight_bytes", "transport")}}
+    told = ("fp8", "weight_bytes", "transport", "kv_bytes", "kv_tokens")
+    facts = {"name": device, **{key: engine.info[key] for key in told}}
     return Rank(world, engine, pages), facts
 
 

@@ -70,13 +70,13 @@ class Report:
         }
 
 
-def write_document(document: dict[str, Any], path: Path) -> None:
-    """Raises ConfigError where the file cannot be written."""
+def write_document(document: dict[str, Any], path: Path, flag: str = "--out") -> None:
+    """`flag`: what named the file. Raises ConfigError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"--out {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 
 
 def versions() -> dict[str, str]:

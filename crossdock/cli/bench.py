@@ -25,6 +25,9 @@ def engine(
     ] = None,
     ranks: Annotated[str, typer.Option(help="Ranks; a list such as 1,4 is compared.")] = "1",
     threads: Annotated[str, typer.Option(help="CPU threads a rank, for each of --ranks.")] = "1",
+    tp: Annotated[
+        str, typer.Option(help="Ranks of an attention group, for each of --ranks.")
+    ] = "1",
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Compare with invariant mode too.")
     ] = False,
@@ -56,6 +59,10 @@ def engine(
     quantize: Quantize = None,
     device: Device = None,
     target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write a timeline of the first engine's first steps (Perfetto's JSON)."),
+    ] = None,
     config: ConfigFile = None,
     out: OutFile = None,
     json: JsonFlag = False,
@@ -76,6 +83,7 @@ def engine(
         model=model,
         ranks=parse_counts(ranks, "--ranks"),
         threads=parse_counts(threads, "--threads"),
+        tp=parse_counts(tp, "--tp"),
         invariant=invariant,
         overlap=tuple(overlap.split(",")) if overlap else (fields.get("overlap", "auto"),),
         vs_transformers=vs is not None,
@@ -85,6 +93,7 @@ def engine(
         prompts_file=prompts,
         repeats=repeats,
         target=target,
+        trace=trace,
         settings=fields,
     )
     output = output_of(ctx)

@@ -25,8 +25,8 @@ def quant(
     out: OutFile = None,
     json: JsonFlag = False,
 ) -> None:
-    """What FP8 does to answers, beside BF16: log-likelihood of a text and greedy tokens. On CPUs
-    the kernels run in Triton's interpreter, for very small models."""
+    """What FP8 products, and an FP8 KV cache, do to answers, beside BF16: log-likelihood of a text
+    and greedy tokens. On CPUs kernels run in Triton's interpreter, for very small models."""
     from crossdock.bench import quant as bench
     from crossdock.bench.case_table import render
     from crossdock.bench.ranks import choose_ranks

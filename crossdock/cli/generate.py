@@ -9,9 +9,11 @@ import typer
 
 from crossdock.cli.output import JsonFlag, Output, output_of
 from crossdock.cli.settings import (
+    TP,
     ConfigFile,
     Device,
     Invariant,
+    KVCacheDtype,
     Model,
     Quantize,
     Ranks,
@@ -32,9 +34,11 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Share of probability to choose from.")] = 0.95,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     ranks: Ranks = None,
+    tp: TP = None,
     device: Device = None,
     invariant: Invariant = None,
     quantize: Quantize = None,
+    kv_cache_dtype: KVCacheDtype = None,
     config: ConfigFile = None,
     revision: Revision = None,
     json: JsonFlag = False,
@@ -48,9 +52,11 @@ def generate(
         config,
         model=model,
         ranks=ranks,
+        tp=tp,
         device=device,
         invariant=invariant,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         revision=revision,
     )
     text = _prompt(prompt)

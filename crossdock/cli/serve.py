@@ -6,9 +6,11 @@ import typer
 
 from crossdock.cli.output import JsonFlag, output_of
 from crossdock.cli.settings import (
+    TP,
     ConfigFile,
     Device,
     Invariant,
+    KVCacheDtype,
     Model,
     Quantize,
     Ranks,
@@ -21,6 +23,7 @@ def serve(
     ctx: typer.Context,
     model: Model,
     ranks: Ranks = None,
+    tp: TP = None,
     device: Device = None,
     host: Annotated[str | None, typer.Option(help="[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="0: any free one. [default: 8000]")] = None,
@@ -35,6 +38,7 @@ def serve(
     ] = None,
     invariant: Invariant = None,
     quantize: Quantize = None,
+    kv_cache_dtype: KVCacheDtype = None,
     config: ConfigFile = None,
     revision: Revision = None,
     json: JsonFlag = False,
@@ -44,6 +48,7 @@ def serve(
         config,
         model=model,
         ranks=ranks,
+        tp=tp,
         device=device,
         host=host,
         port=port,
@@ -52,6 +57,7 @@ def serve(
         max_model_len=max_model_len,
         invariant=invariant,
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         revision=revision,
     )
     try:

@@ -16,6 +16,10 @@ ConfigFile = Annotated[
     typer.Option("--config", help="A TOML file with further settings; flags win over it."),
 ]
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Expert-parallel ranks. [default: 1]")]
+TP = Annotated[
+    int | None,
+    typer.Option("--tp", help="Ranks that share attention and its requests: 1, 2, 4. [default: 1]"),
+]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda. [default: auto]")]
 Invariant = Annotated[
     bool | None,
@@ -31,6 +35,10 @@ Quantize = Annotated[
         "--quantize",
         help="fp8: on a GPU, also of a BF16 checkpoint; none: never. [default: as the checkpoint]",
     ),
+]
+KVCacheDtype = Annotated[
+    str | None,
+    typer.Option("--kv-cache-dtype", help="fp8: half the bytes of BF16. [default: as activations]"),
 ]
 Revision = Annotated[
     str | None, typer.Option("--revision", help="Branch, tag or commit of a Hugging Face id.")

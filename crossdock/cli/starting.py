@@ -5,7 +5,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cli.output import Output
-from crossdock.core import EngineConfig
+from crossdock.core import EngineConfig, ModelSpec
 from crossdock.launch import EngineClient, launch
 
 GIB = 2**30
@@ -44,6 +44,8 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "architecture": spec.architecture,
         "parameters": spec.num_params,
         "ranks": config.ranks,
+        "tp": config.tp,
+        "tp_padding": _padding(spec, config.tp),
         "device": client.info[0]["device"].split(":")[0],
         "dtype": client.info[0]["dtype"],
         "fp8": client.info[0]["fp8"],
@@ -56,7 +58,10 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "max_model_len": client.max_model_len,
         "transport": client.info[0]["transport"],
         "attention": client.info[0]["attention"],
+        "kv_dtype": client.info[0]["kv_dtype"],
         "overlap": client.info[0]["overlap"],
+        "ceilings": client.info[0]["ceilings"],
+        "gpu_activity": client.info[0].get("gpu_activity"),
         "transport_bytes": max(rank["transport_bytes"] for rank in client.info),
         "rank_memory": [
             {k: rank[k] for k in ("device", "weight_bytes", "kv_bytes", "kv_tokens")}
@@ -70,6 +75,8 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     """The same for people."""
     mode = ", invariant" if facts["invariant"] else ""
     where = f"{facts['ranks']} x {facts['device']}"
+    if facts["tp"] > 1:
+        where += f", {facts['tp']} to an attention group"
     threads = f"{facts['threads_per_rank']} thread" + "s" * (facts["threads_per_rank"] > 1)
     nbytes = facts["transport_bytes"]
     buffers = f", {_size(nbytes)} of buffers a rank" if nbytes else ""
@@ -82,9 +89,15 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
         f"overlap    {overlap_line(facts['overlap'])}",
         f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
     ]
+    if facts["tp"] > 1:
+        lines.append(f"tp         {padding_line(facts['tp_padding'])}")
+    if facts["gpu_activity"] is not None:
+        lines.append(f"gpu use    {activity_line(facts)}")
     if facts["altering"]:
         said = ", ".join(f"{name} {value:g}" for name, value in facts["altering"].items())
         lines.append(f"answers    depend on what else is served: {said}")
+    fp8 = facts["kv_dtype"].startswith("float8")
+    cache = " in FP8" if fp8 else ""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, m in enumerate(facts["rank_memory"]):
         key = (m["weight_bytes"], m["kv_bytes"], m["kv_tokens"])
@@ -92,9 +105,36 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     for (weights, kv, tokens), ranks in groups.items():
         lines.append(
             f"memory     rank {_span(ranks)}: weights {_size(weights)}, "
-            f"KV {_size(kv)} for {tokens:,} tokens"
+            f"KV {_size(kv)} for {tokens:,} tokens{cache}"
         )
     return lines
+
+
+def _padding(spec: ModelSpec, tp: int) -> dict[str, float]:
+    """By dimension that tp divides: the share of the kernels' tiles of 128 that holds nothing."""
+    if tp == 1:
+        return {}
+    from crossdock.planner.alignment import shards_of_tp
+
+    return {s.name: round(s.wasted, 4) for s in shards_of_tp(spec, tp) if s.kind == "matrix"}
+
+
+def padding_line(padding: dict[str, float]) -> str:
+    lost = [f"{share:.1%} of the {name}" for name, share in padding.items() if share]
+    if not lost:
+        return "nothing is lost to padding"
+    return f"lost to padding of shards to tiles of 128: {', '.join(lost)}"
+
+
+def activity_line(facts: dict[str, Any]) -> str:
+    """Of GPU ranks: which of their figures `/metrics` has, and from where."""
+    ceilings, activity = facts["ceilings"], facts["gpu_activity"]
+    of = "no mfu and mbu: this kind of GPU is not shipped; name one or a measured file as hardware"
+    if ceilings is not None:
+        flops, nbytes = ceilings["flops_per_s"] / 1e12, ceilings["bytes_per_s"] / 1e12
+        of = f"mfu and mbu of {flops:,.0f} TFLOP/s and {nbytes:,.2f} TB/s ({ceilings['source']})"
+    shown = activity.startswith("from")
+    return f"{of}; SM, tensor and DRAM activity {activity if shown else f'absent: {activity}'}"
 
 
 def placement_line(experts: int, ranks: int, slots: int) -> str:

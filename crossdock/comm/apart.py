@@ -78,6 +78,9 @@ class ApartTransport:
     def bytes_sent(self) -> dict[str, int]:
         return self.inner.bytes_sent()
 
+    def check(self) -> None:
+        self.inner.check()
+
     def close(self) -> None:
         """`inner` is closed by whoever made it."""
 

@@ -7,6 +7,7 @@ from crossdock.comm.shared import BOARD_WORDS, SharedMemory
 
 STAGES: Final = (
     "start", "idle", "agree", "attention", "dispatch", "experts", "combine", "sample", "counts",
+    "forward",
 )  # fmt: skip
 STALE_S = 1.5
 """A heartbeat older than this means stopped or gone, not slow."""

@@ -55,5 +55,8 @@ class LocalTransport:
     def bytes_sent(self) -> dict[str, int]:
         return {"self": self._bytes, "node": 0, "remote": 0}
 
+    def check(self) -> None:
+        """Errors have been raised where they came up."""
+
     def close(self) -> None:
         pass

@@ -233,6 +233,9 @@ class ShmTransport:
     def bytes_sent(self) -> dict[str, int]:
         return self._paths.totals()
 
+    def check(self) -> None:
+        """Errors have been raised where they came up."""
+
     def close(self) -> None:
         """The memory ends with its last mapping."""
 

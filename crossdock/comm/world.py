@@ -31,6 +31,8 @@ SHM = "shm"
 """Key of the shared memory's descriptor in `fds`."""
 COUNTS = "counts"
 """The same, of the memory through which ranks exchange counts within a step."""
+GROUP = "group"
+"""The same, of the memory through which the ranks of an attention group exchange tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,11 @@ class World:
     """Where CUDA ranks of the nvlink transport meet; None where nothing needs it."""
     counts: SharedMemory | None = None
     """For exchanges of counts; None where there are none."""
+    tp: int = 1
+    """Ranks of an attention group; what they exchange through, where they are several, is either
+    `tp_group`, a process group of theirs, or `tp_memory`, shared by all ranks."""
+    tp_group: Any = None
+    tp_memory: SharedMemory | None = None
 
 
 def resolve_device(device: str, rank: int, size: int) -> torch.device:
@@ -104,6 +111,7 @@ def build_world(
     fds: Mapping[str, int],
     rendezvous: str,
     deadline_s: float,
+    tp: int = 1,
 ) -> World:
     """Joins the other ranks; called once in each rank process, by all of them.
 
@@ -113,6 +121,7 @@ def build_world(
             the ranks talk through torch.distributed alone.
         rendezvous: a file path, the same on all ranks; files with this name and a suffix must
             not be there yet.
+        tp: ranks of an attention group, those of group g from rank g * tp on.
     """
     place = resolve_device(device, rank, size)
     kind = resolve_transport(transport, size, place.type)
@@ -125,7 +134,9 @@ def build_world(
     alone = len(os.sched_getaffinity(0)) >= size
     waiter = Waiter(board, deadline_s, spin_s=_SPIN_S if alone else _SHARED_SPIN_S)
     shared_flags = memory is not None and has_total_store_order()
-    if memory is not None and (kind == "collective" or not shared_flags):
+    tp_memory = SharedMemory.attach(fds[GROUP]) if GROUP in fds else None
+    by_process_group = tp > 1 and (place.type == "cuda" or tp_memory is None)
+    if memory is not None and (kind == "collective" or by_process_group or not shared_flags):
         _meet(board)
     lockstep: Lockstep = LocalLockstep()
     if size > 1 and memory is not None and shared_flags:
@@ -133,10 +144,13 @@ def build_world(
     elif size > 1:
         control = _gloo(_store(rendezvous, "control", size), rank, size, deadline_s)
         lockstep = CollectiveLockstep(control, size, waiter)
-    group = None
+    make = _nccl if place.type == "cuda" else _gloo
+    group = tp_group = None
     if kind == "collective" and size > 1:
-        make = _nccl if place.type == "cuda" else _gloo
         group = make(_store(rendezvous, "data", size), rank, size, deadline_s)
+    if by_process_group:
+        name = f"tp{rank // tp}"
+        tp_group = make(_store(rendezvous, name, tp), rank % tp, tp, deadline_s)
     meets = kind == "nvlink" and size > 1 and place.type == "cuda"
     store = _store(rendezvous, "symmetric", size) if meets else None
     node = socket.gethostname()
@@ -145,7 +159,10 @@ def build_world(
     )
     counts = SharedMemory.attach(fds[COUNTS]) if COUNTS in fds else None
     topology = Topology(0, members)
-    return World(rank, size, place, topology, board, lockstep, waiter, group, memory, store, counts)
+    return World(
+        rank, size, place, topology, board, lockstep, waiter, group, memory, store, counts,
+        tp, tp_group, tp_memory,
+    )  # fmt: skip
 
 
 def build_transport(
@@ -162,6 +179,7 @@ def build_transport(
     on_device: bool = False,
     fp8: bool = False,
     low_latency_tokens: int = LOW_LATENCY_TOKENS,
+    dispatch_mode: str = "auto",
 ) -> Transport:
     """
     Args:
@@ -170,6 +188,7 @@ def build_transport(
         on_device: nvlink alone: rows whose number only the device knows, see `Transport`.
         fp8: nvlink alone: rows travel to experts in FP8.
         low_latency_tokens: nvlink alone: steps in which no rank has more travel with low latency.
+        dispatch_mode: nvlink alone: "normal" or "low_latency" for all steps.
     """
     kind = resolve_transport(kind, world.size, world.device.type)
     if world.size == 1 and kind != "nvlink":  # the others do the same, more slowly
@@ -188,7 +207,7 @@ def build_transport(
 
         normal, low = nvlink_layouts(
             world.size, max_tokens, hidden, top_k, dtype.itemsize, fp8, per_expert,
-            low_latency_tokens,
+            low_latency_tokens, dispatch_mode,
         )  # fmt: skip
         return build_nvlink(world, normal, slots_per_rank, dtype, paths, low, on_device)
     layout = ShmLayout(world.size, max_tokens, hidden, top_k, dtype.itemsize, per_expert)

@@ -14,7 +14,8 @@ class Reading:
     """Totals of all ranks at one time.
 
     expert_LE: tokens routed to each logical expert. rank_LR: rows that each rank's slots worked on.
-    step_s_R, expert_s_R: seconds in steps and in experts; the host's side alone on a GPU.
+    step_s_R, expert_s_R: seconds in steps and in experts; on GPUs worked out from those steps that
+    were timed.
     """
 
     time: float
@@ -32,7 +33,7 @@ class Reading:
             time,
             np.array([v["expert_tokens"] for v in values], dtype=np.int64).sum(axis=0),
             np.stack([np.array(v["slot_tokens"]).sum(axis=-1) for v in values], axis=1),
-            max(v["calls"].get("step", 0) for v in values),
+            max(_steps(v) for v in values),
             _seconds(values, "step"),
             _seconds(values, "experts"),
         )
@@ -71,5 +72,15 @@ class Window:
         return float(self.rank_LR.mean(axis=1).sum() / fullest) if fullest else None
 
 
+def _steps(values: dict[str, Any]) -> int:
+    """All, timed or not; of a CPU rank also those in which nothing ran."""
+    return max(values["calls"].get("step", 0), values.get("counters", {}).get("steps", 0))
+
+
 def _seconds(values: Sequence[dict[str, Any]], part: str) -> np.ndarray:
-    return np.array([v["seconds"].get(part, 0.0) for v in values])
+    return np.array(
+        [
+            v["seconds"].get(part, 0.0) * _steps(v) / max(1, v["calls"].get("step", 0))
+            for v in values
+        ]
+    )

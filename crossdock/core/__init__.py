@@ -32,7 +32,8 @@ from crossdock.core.protocols import (
     Transport,
 )
 from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
-from crossdock.core.topology import Member, Move, Placement, Routing, Topology
+from crossdock.core.tensor_parallel import check_tp, shard_attention
+from crossdock.core.topology import Member, Move, Placement, Routing, Topology, share_of
 
 __all__ = [
     "KV",
@@ -75,8 +76,11 @@ __all__ = [
     "Topology",
     "Transport",
     "UserError",
+    "check_tp",
     "load_spec",
     "parse_config",
     "parse_routing",
     "read_config",
+    "shard_attention",
+    "share_of",
 ]

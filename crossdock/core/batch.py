@@ -55,8 +55,15 @@ class ForwardBatch:
     (page * page_size + offset). keys_T: int64, a hash of (request, position), for the replica
     choice. query_lens, kv_lens: per sequence, kv_lens counting this step's tokens. page_table_BP:
     int64, rows padded with page 0. sample_rows: int64, the rows whose logits are wanted.
-    most_tokens: of any rank in this step, where the ranks agreed on it; of any half of a batch,
-    where this is one.
+    kv_lens_B: int32, on the device. prefill_starts_B1: int32, where the sequences after the decodes
+    begin among their tokens, and the end of the last; None where there are none. most_tokens: of
+    any rank in this step, where the ranks agreed on it; of any half of a batch, where this is one.
+
+    A batch that is captured in a CUDA graph has rows_1, int32 on the device: rows from there on are
+    empty. Its lengths are known on the device alone (query_lens and kv_lens are empty),
+    `num_decodes` is the most there may be, the others' entries follow those of so many, and
+    prefill_starts_B1 counts from the first row of all. prefill_keys: the most that the sequences
+    after the decodes may see together.
     """
 
     tokens_T: "Tensor"
@@ -68,9 +75,20 @@ class ForwardBatch:
     page_table_BP: "Tensor"
     sample_rows: "Tensor"
     num_decodes: int
+    kv_lens_B: "Tensor"
+    prefill_starts_B1: "Tensor | None" = None
     most_tokens: int | None = None
     overlap: OverlapMode = "sbo"
+    rows_1: "Tensor | None" = None
+    prefill_keys: int = 0
 
     @property
     def num_tokens(self) -> int:
         return int(self.tokens_T.shape[0])
+
+
+class GraphSize(NamedTuple):
+    """A captured step: of `rows` decodes, or, with `prompts`, of as many tokens of any kind."""
+
+    prompts: bool
+    rows: int

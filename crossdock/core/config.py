@@ -7,6 +7,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from crossdock.core.errors import ConfigError
 
+TP_SIZES = (1, 2, 4)
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -22,6 +24,9 @@ class EngineConfig:
     routing: str = "real"
     """real, or for measuring: uniform, or zipf:A, experts drawn at random by popularity."""
     ranks: int = 1
+    tp: int = 1
+    """Ranks of an attention group: attention and dense layers are split over them, the group's
+    requests are theirs together, and each sends its share of the tokens to the experts."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on a GPU."""
@@ -31,10 +36,14 @@ class EngineConfig:
     have been run with the others on GPUs."""
     max_dispatch_tokens: int = 4096
     """Tokens of a rank that travel to experts at once; steps with more send them in pieces."""
+    dispatch_mode: Literal["auto", "normal", "low_latency"] = "auto"
+    """nvlink, for measuring: how rows travel in every step, whatever its size."""
     low_latency_tokens: int = 256
     """nvlink: steps in which no rank has more tokens send them with low latency."""
     expert_workspace_gib: float = 4.0
     """What the experts of a GPU may hold at once; more received rows are worked on in waves."""
+    enforce_eager: bool = False
+    """Decode steps without CUDA graphs, too."""
     overlap: Literal["auto", "off", "sbo", "tbo"] = "auto"
     """What a step does while rows travel between ranks: nothing (off), the shared expert (sbo),
     or another half of the batch (tbo). auto: what measured faster at the start, by size."""
@@ -72,17 +81,23 @@ class EngineConfig:
     threads: int = 1
     """CPU threads of a rank; more than one is refused in invariant mode."""
     max_num_seqs: int = 64
-    """Sequences running at once, per rank."""
+    """Sequences running at once, per attention group (with tp = 1 a rank)."""
     max_num_batched_tokens: int = 1024
-    """Tokens per step, per rank."""
+    """Tokens per step, per attention group."""
     max_model_len: int | None = None
     page_size: int = 16
     kv_memory_gib: float | None = None
     """KV cache of a rank. None: a share of the device's free memory; on the CPU 0.5 GiB a rank."""
     gpu_memory_utilization: float = 0.85
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """auto: as activations. fp8: E4M3 with a scale per token and head (MLA: per latent and per
+    rotated key), about half the bytes; see docs/quantization.md for what it costs."""
     prefix_caching: bool = True
     deadline_s: float = 60.0
     """How long a rank waits for another before it is called lost."""
+    hardware: str | None = None
+    """What MFU and MBU are shares of: a shipped kind of GPU by name, or a file of `crossdock check
+    --measure`. None: the GPU's own kind, where it is shipped."""
     load_window_tokens: int = 65536
     """Tokens over which the expert-load gauges are computed, and the routers' bias is adjusted."""
     seed: int = 0
@@ -93,6 +108,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be {_describe(hint)}, got {getattr(self, name)!r}")
         for name in (
             "ranks",
+            "tp",
             "threads",
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -132,8 +148,33 @@ class EngineConfig:
         if self.transport == "local" and self.ranks > 1:
             raise ConfigError(f"transport 'local' serves one rank, not {self.ranks}")
         self._check_altering()
+        self._check_tp()
         if self.invariant and self.threads != 1:
             raise ConfigError(f"invariant mode needs threads = 1, got {self.threads}")
+
+    @property
+    def groups(self) -> int:
+        """Attention groups: group g are the ranks g * tp to (g + 1) * tp - 1."""
+        return self.ranks // self.tp
+
+    @property
+    def rank_tokens(self) -> int:
+        """The most tokens of a step that one rank sends to experts."""
+        return -(-self.max_num_batched_tokens // self.tp)
+
+    def _check_tp(self) -> None:
+        if self.tp not in TP_SIZES:
+            raise ConfigError(f"tp must be one of {', '.join(map(str, TP_SIZES))}, got {self.tp}")
+        if self.ranks % self.tp:
+            raise ConfigError(
+                f"{self.ranks} ranks are no multiple of tp = {self.tp}; set ranks to "
+                f"{self.ranks - self.ranks % self.tp or self.tp}, or tp to "
+                + " or ".join(str(n) for n in TP_SIZES if self.ranks % n == 0)
+            )
+        if self.tp > 1 and self.invariant:
+            raise ConfigError(
+                "invariant mode needs tp = 1: split sums round otherwise than whole ones"
+            )
 
     @property
     def altering(self) -> dict[str, float]:
@@ -223,7 +264,8 @@ def load_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{where}: got {value!r}, expected {_describe(hints[key])}")
         try:
             engine, server = split_settings({key: value})
-            EngineConfig(**{"model": "", **engine}), ServerConfig(**server)
+            alone = {"model": "", "ranks": engine.get("tp", 1)}  # as many as it needs at least
+            EngineConfig(**{**alone, **engine}), ServerConfig(**server)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     return values

@@ -85,6 +85,26 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """Record the next `steps` steps that run; none: give up the trace `id`, which is above 0."""
+
+    id: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a rank recorded. intervals: (step, part, start, end), in ns of a clock that the ranks
+    share. steps: (step, tokens of this rank, decodes among them, operations, bytes) that it needed,
+    see `RankWork`."""
+
+    rank: int
+    id: int
+    intervals: tuple[tuple[int, str, int, int], ...] = ()
+    steps: tuple[tuple[int, int, int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Stop:
     pass
 
@@ -117,8 +137,8 @@ class Failure:
 _CLASSES = {
     cls.__name__: cls
     for cls in (
-        Start, Progress, Ready, Add, Wake, Rebalance, Rebalanced, Abort, Report, Stop, Outputs,
-        Snapshot, Failure,
+        Start, Progress, Ready, Add, Wake, Rebalance, Rebalanced, Abort, Report, Trace, Traced,
+        Stop, Outputs, Snapshot, Failure,
         EngineConfig, Request, SamplingParams, Sampled, TokenLogprob, TokenOutput,
     )
 }  # fmt: skip

@@ -45,6 +45,11 @@ class GQASpec:
         """Cached values per token and layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
+    @property
+    def kv_scales(self) -> int:
+        """fp32 scales per token and layer of our FP8 cache: of keys and values of each head."""
+        return 2 * self.num_kv_heads
+
     def params(self, hidden: int) -> int:
         return hidden * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
 
@@ -68,6 +73,11 @@ class MLASpec:
     @property
     def kv_width(self) -> int:
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def kv_scales(self) -> int:
+        """As of `GQASpec`: of the latent and of the rope key."""
+        return 2
 
     def params(self, hidden: int) -> int:
         qk = self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -161,4 +171,5 @@ class ModelSpec:
         return matrices + self.num_layers * self.attention.flops(context)
 
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
+        """Of the values; the scales of an FP8 cache are each engine's own affair."""
         return self.num_layers * self.attention.kv_width * DTYPE_BYTES[dtype]

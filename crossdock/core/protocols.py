@@ -103,6 +103,11 @@ class Transport(Protocol):
         """Totals since the start by path: "self", "node", "remote"."""
         ...
 
+    def check(self) -> None:
+        """Raises what went wrong in exchanges that the device is past, such as RankLost; then
+        nothing that came since can be used."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -113,12 +118,28 @@ class Lockstep(Protocol):
 
 
 class Group(Protocol):
-    """The ranks that share one attention group; of one rank until tensor parallelism."""
+    """The ranks of one attention group, all with the same batch of T tokens. Attention and dense
+    layers see all of them with a part of the weights each; between layers, and through experts, a
+    rank carries its share of the tokens, t of T: `share_of(T, size, rank)`.
+
+    All ranks of the group call the same methods in the same order. Raises RankLost where one did
+    not come within the deadline (on a GPU: where the process group notices).
+    """
 
     size: int
     rank: int
 
-    def all_reduce(self, x: "Tensor") -> "Tensor": ...
+    def all_gather(self, x_tH: "Tensor", tokens: int) -> "Tensor":
+        """[T, ...] of the shares of all ranks, T = `tokens`."""
+        ...
+
+    def reduce_scatter(self, x_TH: "Tensor") -> "Tensor":
+        """This rank's share of the sum over the ranks."""
+        ...
+
+    def broadcast(self, x: "Tensor") -> "Tensor":
+        """That of rank 0; the others' say shape and dtype. It may be written into `x`."""
+        ...
 
 
 class KV(Protocol):

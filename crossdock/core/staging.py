@@ -2,6 +2,7 @@
 planner can do it without the transport's kernels."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 SETS = 2
 """Buffer sets: as many exchanges may be in flight."""
@@ -47,37 +48,37 @@ class Staging:
     per_expert: bool = False
     low_latency_tokens: int = LOW_LATENCY_TOKENS
 
-    @property
+    @cached_property
     def low_latency(self) -> bool:
         return self.max_tokens <= self.low_latency_tokens
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Tokens per flag of dispatch."""
         return 1 if self.low_latency else _CHUNK
 
-    @property
+    @cached_property
     def home_chunk(self) -> int:
         """Tokens per flag of combine: few, since home sums a unit once all of it came."""
         return 1 if self.low_latency else _HOME_CHUNK
 
-    @property
+    @cached_property
     def units(self) -> int:
         """U, flags per source of dispatch."""
         return -(-self.max_tokens // self.chunk)
 
-    @property
+    @cached_property
     def home_units(self) -> int:
         """V, flags per source of combine."""
         return -(-self.max_tokens // self.home_chunk)
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Of a dispatched row, its scales included."""
         wide = self.hidden * self.itemsize
         return self.hidden + self.hidden // SCALE_BLOCK * 4 if self.fp8 else wide
 
-    @property
+    @cached_property
     def cells(self) -> int:
         """Staged rows, N."""
         return self.ranks * self.max_tokens
@@ -89,29 +90,29 @@ class Staging:
         sizes = (self.units, self.home_units)[:phase]
         return self.counts(2) + sum(_aligned(self.ranks * units * 8) for units in sizes)
 
-    @property
+    @cached_property
     def records(self) -> int:
         return self.flags(2)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return self.records + _aligned(self.cells * _RECORD_BYTES)
 
-    @property
+    @cached_property
     def scales(self) -> int:
         element = 1 if self.fp8 else self.itemsize
         return self.rows + _aligned(self.cells * self.hidden * element)
 
-    @property
+    @cached_property
     def home(self) -> int:
         count = self.hidden // SCALE_BLOCK * 4 if self.fp8 else 0
         return self.scales + _aligned(self.cells * count)
 
-    @property
+    @cached_property
     def set_bytes(self) -> int:
         cells = self.max_tokens * self.top_k if self.per_expert else self.cells
         return self.home + _aligned(cells * self.hidden * self.itemsize)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return SETS * self.set_bytes

@@ -33,6 +33,13 @@ class Topology:
         return self.members[a].node == self.members[b].node
 
 
+def share_of(tokens: int, size: int, rank: int) -> slice:
+    """Which of a batch's tokens are those of one rank of an attention group: as many for each, in
+    order, fewer or none for the last ones where `size` does not divide them."""
+    each = -(-tokens // size)
+    return slice(min(rank * each, tokens), min((rank + 1) * each, tokens))
+
+
 @dataclass(frozen=True, eq=False)
 class Placement:
     """`slot_expert_LP[l, p]`: the logical expert in physical slot p of MoE layer l, -1 if empty.

@@ -11,7 +11,14 @@ import torch
 
 from crossdock.balance import linear_placement
 from crossdock.cache import KVCache, page_bytes
-from crossdock.comm import World, build_apart, build_copies, build_counts, build_transport
+from crossdock.comm import (
+    World,
+    build_apart,
+    build_copies,
+    build_counts,
+    build_group,
+    build_transport,
+)
 from crossdock.core import (
     ConfigError,
     EngineConfig,
@@ -20,10 +27,18 @@ from crossdock.core import (
     OverlapMode,
     Placement,
     load_spec,
+    shard_attention,
 )
 from crossdock.core.model_spec import DTYPE_BYTES
+from crossdock.engine.eager import why_eager
 from crossdock.engine.engine import Engine
-from crossdock.engine.memory import expert_workspace, kv_budget
+from crossdock.engine.group import GroupSampler, Inbox, agreed_pages, exchanged_bytes
+from crossdock.engine.memory import (
+    check_kv_dtype,
+    expert_workspace,
+    kv_budget,
+    resolve_kv_dtype,
+)
 from crossdock.engine.overlap import OverlapPolicy, check_overlap, forced, refusals, unmeasured
 from crossdock.engine.overlap_measure import Limits, measure_overlap
 from crossdock.engine.quantize import runs_in_fp8, wire_hidden
@@ -31,6 +46,8 @@ from crossdock.engine.rebalance import Rebalancer
 from crossdock.engine.router_bias import BiasAdjuster
 from crossdock.engine.runner import Runner
 from crossdock.engine.sampler import Sampler
+from crossdock.engine.timing import build_timer, timing_info
+from crossdock.layers import SoloGroup
 from crossdock.metrics import Recorder
 from crossdock.models import Decoder, ModelContext, build_model
 from crossdock.models.checkpoint import Checkpoint
@@ -98,27 +115,45 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     started = time.perf_counter()
     spec = read_spec(config)
     check_overlap(config, spec)
-    recorder = Recorder()
+    recorder = Recorder(on_device=world.device.type == "cuda")
     recorder.source("moe_layers", lambda: spec.moe_layers)
     context = _build_context(config, spec, world, recorder)
     max_len, dtype = context.max_model_len, context.dtype
+    kv_dtype = resolve_kv_dtype(config, dtype)
     model = _load_model(config, spec, context, on_progress)
-    one_page = page_bytes(spec.attention, spec.num_layers, config.page_size, dtype)
+    check_kv_dtype(config, model.attention.name, world.device)
+    heads = shard_attention(spec.attention, config.tp)
+    one_page = page_bytes(heads, spec.num_layers, config.page_size, kv_dtype)
     budget = kv_budget(config, one_page, max_len, world.device)
-    kv = KVCache(
-        spec.attention, spec.num_layers, budget.num_pages, config.page_size, dtype, world.device
-    )
+    num_pages = agreed_pages(world, budget.num_pages)
+    kv = KVCache(heads, spec.num_layers, num_pages, config.page_size, kv_dtype, world.device)
     sampler = Sampler(spec.vocab_size, world.device)
-    runner = Runner(model, kv, sampler, world.device, recorder, world.board)
+    if config.tp > 1:
+        sampler = GroupSampler(spec.vocab_size, world.device, context.group)
+    eager = why_eager(config, world.device, context.transport.on_device, model.attention.name)
+    graphs = None
+    if eager is None:
+        from crossdock.engine.graphs import StepGraphs  # imports triton
+
+        graphs = StepGraphs(
+            model, kv, config.max_num_seqs, config.max_num_batched_tokens, max_len,
+            spec.vocab_size, world.device, recorder,
+        )  # fmt: skip
+    runner = Runner(
+        model, kv, sampler, world.device, recorder, world.board, context.transport.check, graphs
+    )
     limits = Limits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         max_len,
         config.page_size,
-        budget.num_pages,
+        num_pages,
         spec.vocab_size,
     )
     overlap = _build_overlap(config, spec, runner, world, limits)
+    if graphs is not None:
+        graphs.capture_all(overlap.choose_graph)
+    timer = build_timer(config, spec, model, one_page / config.page_size, recorder, world.device)
     recorder.reset()
     info: dict[str, Any] = {
         "device": str(world.device),
@@ -126,23 +161,29 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         "slots": context.placement.slots_per_rank,
         "fp8": context.fp8,
         "weight_bytes": model.weight_bytes,
-        "kv_bytes": budget.num_bytes,
-        "kv_tokens": budget.num_pages * config.page_size,
+        "kv_dtype": _name_of(kv_dtype),
+        "kv_bytes": num_pages * one_page,
+        "kv_tokens": num_pages * config.page_size,
         "kv_reason": budget.reason,
         "transport": config.transport,
         "attention": f"{model.attention.name}: {model.attention.reason}",
         "transport_bytes": getattr(context.transport, "nbytes", 0),
         "overlap": overlap.describe(),
+        "graphs": f"none: {eager}" if graphs is None else graphs.describe(),
+        **timing_info(config, recorder, world.device, _name_of(dtype), context.fp8),
         "load_seconds": time.perf_counter() - started,
     }
     if model.moe_layers:
         info["expert_bytes"] = _expert_bytes(model)
+    scheduler = _build_scheduler(config, spec, context, num_pages)
     return Engine(
         world,
-        _build_scheduler(config, spec, context, budget.num_pages),
+        scheduler,
+        Inbox(scheduler, world.rank - world.rank % config.tp, config.tp),
         runner,
         context.transport,
         recorder,
+        timer,
         _build_rebalancer(config, world, context.placement, model),
         overlap,
         _build_adjuster(config, world, model, recorder),
@@ -162,7 +203,7 @@ def _build_context(
     transport = build_transport(
         config.transport,
         world,
-        max_tokens=min(config.max_num_batched_tokens, config.max_dispatch_tokens),
+        max_tokens=min(config.rank_tokens, config.max_dispatch_tokens),
         hidden=wire_hidden(spec, fp8),
         top_k=spec.moe.top_k,
         slots_per_rank=placement.slots_per_rank,
@@ -172,6 +213,7 @@ def _build_context(
         on_device=fp8 or experts_on_device(config, spec, world.device, dtype),
         fp8=fp8,
         low_latency_tokens=config.low_latency_tokens,
+        dispatch_mode=config.dispatch_mode,
     )
     return ModelContext(
         rank=world.rank,
@@ -190,6 +232,9 @@ def _build_context(
         routing=config.routing,
         apart=build_apart(config.transport, transport, world.device),
         router=_router_options(config, spec, world, recorder),
+        group=SoloGroup()
+        if config.tp == 1
+        else build_group(world, exchanged_bytes(config, spec, dtype.itemsize), recorder),
     )
 
 
@@ -198,6 +243,7 @@ def _build_scheduler(
 ) -> Scheduler:
     name = _name_of(context.dtype)
     held = f"{name}, products in fp8" if context.fp8 else name
+    held = f"{held}, cache in {_name_of(resolve_kv_dtype(config, context.dtype))}"
     layout = f"{config.model}|{config.revision}|{held}|{spec.attention}|{config.page_size}"
     return Scheduler(
         max_num_seqs=config.max_num_seqs,

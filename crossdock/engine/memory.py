@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from crossdock.comm import free_memory
-from crossdock.core import CapacityError, EngineConfig
+from crossdock.core import CapacityError, ConfigError, EngineConfig
 
 GIB = 1 << 30
 CPU_DEFAULT_BYTES = GIB // 2
@@ -19,6 +19,28 @@ CPU_EXPERT_BYTES = GIB // 4
 def expert_workspace(config: EngineConfig, device: torch.device) -> int:
     """Bytes that the experts of a rank may hold at once."""
     return CPU_EXPERT_BYTES if device.type == "cpu" else int(config.expert_workspace_gib * GIB)
+
+
+_FP8_CAPABILITY = (8, 9)
+
+
+def resolve_kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV cache, where activations are in `dtype`."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else dtype
+
+
+def check_kv_dtype(config: EngineConfig, attention: str, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: an FP8 cache where the kernels of `attention` cannot convert it.
+    """
+    if config.kv_cache_dtype != "fp8" or attention != "triton" or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(
+            f'kv_cache_dtype = "fp8": {torch.cuda.get_device_name(device)} does not convert E4M3, '
+            'which the attention kernels need it to; set attention = "torch", or leave it out'
+        )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, OverlapMode, Plan, Scheduled
+from crossdock.core.batch import GraphSize
 
 _BOUNDARY = 1 / 8
 """Of the tokens of a batch: so far from the middle a cut may be that spares a sequence."""
@@ -27,11 +28,13 @@ class Rung:
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """The same on all ranks. `ladder`: by rising tokens, from 0 on."""
+    """The same on all ranks. `ladder`: by rising tokens, from 0 on; `graphs`: likewise, of steps
+    that replay a graph, where that was measured apart."""
 
     setting: str
     ladder: tuple[Rung, ...]
     why: str
+    graphs: tuple[Rung, ...] = ()
 
     @property
     def halving(self) -> bool:
@@ -46,10 +49,23 @@ class OverlapPolicy:
         Args:
             most: tokens of the rank that has most. most_first, most_second: of the halves.
         """
-        rung = next(r for r in reversed(self.ladder) if r.tokens <= most)
+        return self._choose(self.ladder, most, most_first, most_second)
+
+    def _choose(
+        self, ladder: tuple[Rung, ...], most: int, most_first: int, most_second: int
+    ) -> OverlapMode:
+        rung = next(r for r in reversed(ladder) if r.tokens <= most)
         two = most_first > 0 and most_second > 0
         even = self.setting == "tbo" or most_first + most_second <= _UNEVEN * most
         return "tbo" if rung.halves and two and even else rung.whole
+
+    def choose_graph(self, size: GraphSize) -> OverlapMode | None:
+        """Of a step that replays a graph. Halves of decodes split in the middle; those of prompts
+        are in no graph (None)."""
+        half = size.rows // 2
+        ladder = self.ladder if size.prompts else self.graphs or self.ladder
+        mode = self._choose(ladder, size.rows, half, size.rows - half)
+        return None if size.prompts and mode == "tbo" else mode
 
     def describe(self) -> dict[str, Any]:
         """For people and documents; holds what JSON can."""
@@ -57,6 +73,7 @@ class OverlapPolicy:
             "setting": self.setting,
             "why": self.why,
             "ladder": [asdict(rung) for rung in self.ladder],
+            "graphs": [asdict(rung) for rung in self.graphs],
         }
 
 
@@ -67,6 +84,8 @@ def refusals(config: EngineConfig, spec: ModelSpec) -> dict[OverlapMode, str]:
         found["sbo"] = "the model has no shared expert to run while rows travel"
     if config.max_num_batched_tokens < 2:
         found["tbo"] = "max_num_batched_tokens is 1, and no batch of one token has two halves"
+    if config.tp > 1 and config.device == "cuda":
+        found["tbo"] = "with tp > 1 NCCL's kernels would run beside ones that wait for other ranks"
     nothing = None
     if not spec.moe_layers:
         nothing = "no layer has experts, so no rows travel"

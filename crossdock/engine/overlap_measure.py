@@ -6,8 +6,8 @@ matter of the machine and of what else runs on it, so a mode must win clearly, o
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from crossdock.comm import World, await_start
 from crossdock.core import OverlapMode, Plan, Request, SamplingParams, Scheduled
 from crossdock.engine.overlap import OverlapPolicy, Rung, middle
-from crossdock.engine.runner import Runner
+from crossdock.engine.runner import How, Runner
 
 _FIRST_TOKENS, _FACTOR = 8, 4
 """Sizes: the first, and how much larger each next one is."""
@@ -27,6 +27,8 @@ _BUDGET_S = {"cpu": 0.5, "cuda": 3.0}
 stands for them."""
 _CONTEXT = 64
 """Tokens that decodes see at most."""
+_PROMPT, _FIRST_PREFILL = 1024, 512
+"""Tokens of a prompt, and of the smallest step of prompts, where decodes are measured apart."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,40 @@ def measure_overlap(
     """
     world.board.enter("agree", step=0)
     await_start(world)
-    meter = _Meter(runner, world)
-    budget = _BUDGET_S[world.device.type]
+    meter, graphs = _Meter(runner, world), runner.graphs
     # On a CPU both do the same in another order, and "sbo" waits less for other ranks; on a GPU it
     # takes a stream more and leaves the exchange fewer multiprocessors.
     usual: OverlapMode = "sbo" if "sbo" in modes and world.device.type == "cpu" else "off"
+    budget, most = _BUDGET_S[world.device.type], limits.max_num_batched_tokens
+    if graphs is None:
+        plans = (_made_up(tokens, limits, world.rank) for tokens in _sizes(most))
+        ladder = _climb(plans, meter, modes, usual, budget)
+        replayed: tuple[Rung, ...] = ()
+    else:  # decodes are measured apart
+        sizes = [size for size in _sizes(most) if size >= _FIRST_PREFILL] or [most]
+        plans = (_prefills(tokens, limits, world.rank) for tokens in sizes)
+        ladder = _climb(plans, meter, modes, usual, budget)
+        top = graphs.decode_sizes[-1]
+        decodes = (_made_up(size, limits, world.rank) for size in _sizes(top) if size <= most)
+        replayed = _climb(decodes, meter, modes, usual, budget)
+    runner.kv.clear(meter.pages)
+    why = f"measured up to {ladder[-1].tokens} tokens a rank"
+    if replayed:
+        why += f", decodes up to {replayed[-1].tokens}"
+    if len(ladder) == len(replayed) == 1 or (len(ladder) == 1 and not replayed):
+        why = f"steps take too long to be measured in {budget:g} s"
+    return OverlapPolicy("auto", ladder, why, replayed)
+
+
+def _climb(
+    plans: Iterable[Plan],
+    meter: "_Meter",
+    modes: Sequence[OverlapMode],
+    usual: OverlapMode,
+    budget: float,
+) -> tuple[Rung, ...]:
     spent, rungs = 0.0, [Rung(0, usual)]
-    for tokens in _sizes(limits.max_num_batched_tokens):
-        plan = _made_up(tokens, limits, world.rank)
+    for plan in plans:
         if plan.num_tokens <= rungs[-1].tokens:
             break
         meter.seconds(plan, "off")  # compiles, and takes memory
@@ -69,11 +97,7 @@ def measure_overlap(
             break
         times = _compare(meter, plan, ("off", *modes))
         rungs.append(choose_rung(plan.num_tokens, times, usual))
-    runner.kv.clear(meter.pages)
-    why = f"measured up to {rungs[-1].tokens} tokens a rank"
-    if len(rungs) == 1:
-        why = f"steps take too long to be measured in {budget:g} s"
-    return OverlapPolicy("auto", tuple(rungs), why)
+    return tuple(rungs)
 
 
 def _sizes(most: int) -> Iterator[int]:
@@ -125,25 +149,39 @@ class _Meter:
         """A step on all ranks, every one of which has a plan of this shape; of the slowest."""
         device, lockstep = self._world.device, self._world.lockstep
         self.pages = max(self.pages, *(1 + page for item in plan.items for page in item.pages))
-        cut = middle([len(item.tokens) for item in plan.items])
-        most = plan.num_tokens if mode != "tbo" else max(cut, plan.num_tokens - cut)
+        how = self._how(plan, mode)
         lockstep.exchange((0,))
         start = time.perf_counter()
-        self._runner.run(plan, most, mode, cut)
+        self._runner.run(plan, how)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took = time.perf_counter() - start
         return max(row[0] for row in lockstep.exchange((int(took * 1e9),))) / 1e9
 
+    def _how(self, plan: Plan, mode: OverlapMode) -> How:
+        tokens, graphs = plan.num_tokens, self._runner.graphs
+        size = None if graphs is None else graphs.fit(graphs.need(plan), tokens)
+        if graphs is not None and size is not None and not (size.prompts and mode == "tbo"):
+            graphs.capture(size, mode)
+            return How(size.rows, mode, graph=size)
+        cut = middle([len(item.tokens) for item in plan.items])
+        return How(tokens if mode != "tbo" else max(cut, tokens - cut), mode, cut)
 
-def _made_up(tokens: int, limits: Limits, rank: int) -> Plan:
+
+def _prefills(tokens: int, limits: Limits, rank: int) -> Plan:
+    """Prompts of one length."""
+    count = min(-(-tokens // min(_PROMPT, limits.max_model_len)), limits.max_num_seqs)
+    return _made_up(tokens, replace(limits, max_num_seqs=count), rank)
+
+
+def _made_up(tokens: int, limits: Limits, group: int) -> Plan:
     """Decodes while there are sequences enough, else prefills of one length; none of them samples.
     Sequences use pages in turn, so that few of a large cache are touched."""
     count = min(tokens, limits.max_num_seqs)
     length = min(-(-tokens // count), limits.max_model_len, limits.num_pages * limits.page_size)
     start = min(_CONTEXT, limits.max_model_len - 1) if length == 1 else 0
     start = min(start, limits.num_pages * limits.page_size - 1)
-    draw = random.Random(rank)
+    draw = random.Random(group)
     pages_each = -(-(start + length) // limits.page_size)
     items: list[Scheduled] = []
     for i in range(count):

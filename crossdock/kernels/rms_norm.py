@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crossdock.kernels.linear_invariant import aligned
 from crossdock.kernels.quant import INTERPRET
 from crossdock.kernels.rounding import cast_rows
 
@@ -68,6 +69,19 @@ def add_rms_norm(
     Rows of x may be strided; the residual is contiguous and of x's dtype.
     """
     return _launch(x_TH, residual_TH, weight_H, eps)
+
+
+def rms_norm_invariant(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`, of [..., D] with any strides. A row's sum has one order: the compiler is told
+    the same of all rows, that they begin on 16 bytes and follow one another."""
+    return rms_norm(aligned(x).view(-1, x.shape[-1]), weight_D, eps).view(x.shape)
+
+
+def add_rms_norm_invariant(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As `add_rms_norm`, with any strides."""
+    return add_rms_norm(aligned(x_TH), aligned(residual_TH), weight_H, eps)
 
 
 def add_rms_norm_twin(

@@ -29,11 +29,14 @@ def _row(x_ptr, out_ptr, row, width, COLS: tl.constexpr, INTERPRET: tl.constexpr
         start += COLS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _grouped_kernel(
-    x_ptr, out_ptr, end_ptr, width, COLS: tl.constexpr, INTERPRET: tl.constexpr
+    x_ptr, out_ptr, end_ptr, rows, width, ALL: tl.constexpr, COLS: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    end = tl.load(end_ptr)
+    end = rows
+    if not ALL:
+        end = tl.load(end_ptr)
     row = tl.program_id(0).to(tl.int64)
     while row < end:
         _row(x_ptr, out_ptr, row, width, COLS, INTERPRET)
@@ -52,15 +55,16 @@ def _masked_kernel(
         row += tl.num_programs(0)
 
 
-def swiglu_rows(x_N2F: Tensor, end: Tensor) -> Tensor:
+def swiglu_rows(x_N2F: Tensor, end: Tensor | None = None) -> Tensor:
     """[N, F] of contiguous [N, 2F], gate first; rows from `end` (int32 [1], on the device) on are
     unwritten."""
     rows, width = x_N2F.shape[0], x_N2F.shape[1] // 2
     out_NF = torch.empty((rows, width), dtype=x_N2F.dtype, device=x_N2F.device)
     if rows:
-        _grouped_kernel[(min(rows, 4096 if end.is_cuda else 4),)](
-            x_N2F, out_NF, end, width, COLS=_COLS, INTERPRET=INTERPRET.value
-        )
+        _grouped_kernel[(min(rows, 4096 if x_N2F.is_cuda else 4),)](
+            x_N2F, out_NF, x_N2F if end is None else end, rows, width, ALL=end is None,
+            COLS=_COLS, INTERPRET=INTERPRET.value,
+        )  # fmt: skip
     return out_NF
 
 

@@ -1,12 +1,11 @@
 """The gateway's side of an engine: open requests, which rank runs them, and how they end."""
 
-import hashlib
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -20,12 +19,12 @@ from crossdock.core import (
     ModelSpec,
     Placement,
     RankLost,
-    Request,
     RequestError,
     SamplingParams,
     TokenOutput,
     UserError,
 )
+from crossdock.core.ceilings import Ceilings
 from crossdock.core.messages import (
     Abort,
     Add,
@@ -37,34 +36,25 @@ from crossdock.core.messages import (
     Report,
     Snapshot,
     Stop,
+    Traced,
     Wake,
 )
 from crossdock.engine import initial_placement
+from crossdock.launch.checks import check_request
 from crossdock.launch.cluster import Cluster
+from crossdock.launch.opened import OnUpdate, Opened
 from crossdock.launch.output import Choice, Update
 from crossdock.launch.rebalance import Balancer
 from crossdock.launch.rebalance_loads import LoadRecording
 from crossdock.launch.rebalance_ranks import Moves
+from crossdock.launch.traces import Traces
 from crossdock.models.tokenizer import Tokenizer
 from crossdock.scheduler import Router
 
 log = logging.getLogger(__name__)
 
-OnUpdate = Callable[[Update], None]
 OnProgress = Callable[[int, int, int], None]
 """(rank, done, total) while weights load."""
-
-
-@dataclass
-class _Open:
-    """A request in flight: everything needed to run it again elsewhere. `serial` tells it from an
-    earlier one of the same id, of which a rank may still be speaking."""
-
-    serial: int
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    on_update: OnUpdate
-    choices: dict[int, Choice] = field(default_factory=dict)
 
 
 class EngineClient:
@@ -94,20 +84,21 @@ class EngineClient:
         self._user_error = self._closed = False
         self._wave = 0
         self._serials = itertools.count()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, Opened] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
         self._moves = Moves(initial_placement(config, spec))
         self.balancer = Balancer(self)
         self.recording = LoadRecording(self)
         self._router = Router(
-            config.ranks,
+            config.groups,
             page_size=config.page_size,
             max_num_seqs=config.max_num_seqs,
             namespace=config.model,
             prefix_caching=config.prefix_caching,
         )
         self._cluster = Cluster(config, self._receive, self._lost, fds)
+        self.traces = Traces(config.ranks, self._cluster.broadcast)
         self._cluster.start()
 
     # -- starting and ending ---------------------------------------------------------------------
@@ -149,6 +140,7 @@ class EngineClient:
     def close(self) -> None:
         """Ends all rank processes; open requests end with finish_reason "abort"."""
         self.balancer.close()
+        self.traces.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -176,59 +168,26 @@ class EngineClient:
             CrossdockError: it was closed.
         """
         prompt = tuple([int(token) for token in prompt_ids])  # numpy's integers do not travel
-        params = self._check(prompt, params)
-        opened = _Open(next(self._serials), prompt, params, on_update)
+        params = check_request(prompt, params, self.spec.vocab_size, self.max_model_len)
+        opened = Opened(request_id, next(self._serials), prompt, params, on_update)
         with self._lock:
             self._check_open()
             if request_id in self._open:
                 raise RequestError(f"request id {request_id!r} is already in use")
             self._open[request_id] = opened
             for index in range(params.n):
-                self._start_choice(request_id, index, opened)
+                self._start_choice(index, opened)
 
-    def _start_choice(self, request_id: str, index: int, opened: _Open) -> None:
-        params = opened.params
-        if params.n > 1 and params.seed is not None:
-            params = replace(params, seed=(params.seed + index) % 2**64)
-        name = _name(request_id, opened, index)
-        rank = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
-        opened.choices[index] = Choice(index, rank, params, self.tokenizer)
-        source = f"{self.config.seed}|{request_id}/{index}"
-        digest = hashlib.blake2b(source.encode(), digest_size=8).digest()
-        request = Request(
-            name,
-            opened.prompt_ids,
-            params,
-            eos_token_ids=self.tokenizer.eos_token_ids,
-            key=int.from_bytes(digest, "little"),
-        )
+    def _start_choice(self, index: int, opened: Opened) -> None:
+        params, name = opened.params_of(index), opened.name(index)
+        group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
+        opened.choices[index] = Choice(index, group, params, self.tokenizer)
+        request = opened.request(index, self.tokenizer.eos_token_ids, self.config.seed)
         # All ranks hear of every wave: a rank may sleep only once all have seen the same one.
         self._wave += 1
-        for other in range(self.config.ranks):
-            message = Add(request, self._wave) if other == rank else Wake(self._wave)
-            self._cluster.send(other, message)
-
-    def _check(self, prompt: tuple[int, ...], params: SamplingParams) -> SamplingParams:
-        vocab = self.spec.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty", "prompt")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            bad = next(t for t in prompt if not 0 <= t < vocab)
-            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab}", "prompt")
-        room = self.max_model_len - len(prompt)
-        wanted = params.max_tokens if params.max_tokens is not None else 1
-        if room < wanted:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens and {wanted} are to be generated, "
-                f"{len(prompt) + wanted} in all; the context holds {self.max_model_len}",
-                "max_tokens" if room > 0 else "prompt",
-            )
-        for token, _ in params.logit_bias:
-            if not 0 <= token < vocab:
-                raise RequestError(
-                    f"logit_bias names token {token}; the vocabulary has {vocab}", "logit_bias"
-                )
-        return replace(params, max_tokens=room) if params.max_tokens is None else params
+        for rank in range(self.config.ranks):
+            theirs = rank // self.config.tp == group
+            self._cluster.send(rank, Add(request, self._wave) if theirs else Wake(self._wave))
 
     def abort(self, request_id: str) -> None:
         """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
@@ -237,14 +196,20 @@ class EngineClient:
             if opened is not None:
                 self._drop(request_id, opened)
 
-    def _drop(self, request_id: str, opened: _Open) -> None:
+    def _drop(self, request_id: str, opened: Opened) -> None:
         """With the lock held."""
         if self._open.get(request_id) is opened:
             del self._open[request_id]
         for index, choice in opened.choices.items():
-            self._router.release(_name(request_id, opened, index))
-            self._cluster.send(choice.rank, Abort(_name(request_id, opened, index)))
+            self._router.release(opened.name(index))
+            self._send_abort(choice.group, opened.name(index))
         opened.choices.clear()
+
+    def _send_abort(self, group: int, name: str) -> None:
+        """With the lock held: the ranks of a group must hear of everything in the same order."""
+        tp = self.config.tp
+        for rank in range(group * tp, (group + 1) * tp):
+            self._cluster.send(rank, Abort(name))
 
     def num_open(self) -> int:
         return len(self._open)
@@ -286,6 +251,12 @@ class EngineClient:
     def expert_bytes(self) -> int:
         """Of one expert in one layer, as the ranks hold it."""
         return self.info[0]["expert_bytes"]
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """What a rank's device reaches; None where nobody knows."""
+        found = self.info[0]["ceilings"]
+        return None if found is None else Ceilings(**found)
 
     def reading(self) -> Reading:
         """The ranks' totals now.
@@ -344,6 +315,8 @@ class EngineClient:
                 with self._changed:
                     self._moves.ended(message)
                     self._changed.notify_all()
+            case Traced():
+                self.traces.ended(message)
             case Failure():
                 self._fail(_describe(message), message.user_error)
 
@@ -370,12 +343,12 @@ class EngineClient:
                     return
                 self._router.release(output.request_id)
                 if output.finish_reason is None:  # the rank knows nothing of it, as at stop strings
-                    self._cluster.send(choice.rank, Abort(output.request_id))
+                    self._send_abort(choice.group, output.request_id)
                 if not opened.choices:
                     self._open.pop(request_id, None)
         self._notify(request_id, opened, update)
 
-    def _notify(self, request_id: str, opened: _Open, update: Update) -> None:
+    def _notify(self, request_id: str, opened: Opened, update: Update) -> None:
         """A listener that raises must not end the thread that reads for all requests of a rank."""
         try:
             opened.on_update(update)
@@ -394,6 +367,7 @@ class EngineClient:
                 return
             self.failure, self._user_error = message, user_error
             self._changed.notify_all()
+        self.traces.close()
         self._end_all(Update(0, finish_reason="error", error=message))
         threading.Thread(target=self._cluster.close, daemon=True).start()
         self.on_failure(message)
@@ -408,11 +382,6 @@ class EngineClient:
         for name, opened, choices in ended:
             for index in choices:
                 self._notify(name, opened, replace(update, index=index))
-
-
-def _name(request_id: str, opened: _Open, index: int) -> str:
-    """What the ranks call a choice; never used twice."""
-    return f"{request_id}/{opened.serial}/{index}"
 
 
 def _describe(failure: Failure) -> str:

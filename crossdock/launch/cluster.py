@@ -40,7 +40,7 @@ class Cluster:
         self.config, self._fds = config, fds
         self._on_message, self._on_exit = on_message, on_exit
         # Only process groups and GPUs' symmetric memory meet in files; mkdtemp's mode is 0700.
-        in_files = config.transport in ("collective", "nvlink")
+        in_files = config.transport in ("collective", "nvlink") or config.tp > 1
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-") if in_files else ""
         self.closing = threading.Event()
         self._lock = threading.Lock()

@@ -38,8 +38,8 @@ class Update:
 class Choice:
     """One of the n continuations of a request, as it grows."""
 
-    def __init__(self, index: int, rank: int, params: SamplingParams, tokenizer: Tokenizer):
-        self.index, self.rank, self.params = index, rank, params
+    def __init__(self, index: int, group: int, params: SamplingParams, tokenizer: Tokenizer):
+        self.index, self.group, self.params = index, group, params
         self.is_new = True
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)

@@ -12,14 +12,16 @@ from crossdock.comm import (
     Board,
     SharedMemory,
     counts_bytes,
+    group_bytes,
+    has_total_store_order,
     host_copies_bytes,
     nvlink_reaches,
     resolve_device,
     resolve_transport,
     shm_bytes,
 )
-from crossdock.comm.world import COUNTS, SHM
-from crossdock.core import ConfigError, EngineConfig, ModelSpec
+from crossdock.comm.world import COUNTS, GROUP, SHM
+from crossdock.core import ConfigError, EngineConfig, ModelSpec, check_tp
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
 from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK, Staging, fp8_expert_bytes
@@ -30,6 +32,7 @@ from crossdock.engine import (
     resolve_dtype,
     resolve_max_model_len,
 )
+from crossdock.engine.group import exchanged_bytes
 from crossdock.engine.quantize import asks_for_fp8, runs_in_fp8, why_not_fp8, wire_hidden
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.byte_tokenizer import ByteTokenizer
@@ -57,21 +60,17 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     if config.altering:
         said = ", ".join(f"{name} = {value:g}" for name, value in config.altering.items())
         log.warning("answers depend on what else is served: %s", said)
-    memory = SharedMemory.create(_shared_bytes(config, spec))
-    counts = None
-    if config.replica_choice == "quota" and config.transport == "shm":
-        counts = SharedMemory.create(counts_bytes(config.ranks, spec.moe.num_experts))
     assert config.max_model_len is not None
+    memories = _memories(config, spec)
     try:
-        fds = {SHM: memory.fd} if counts is None else {SHM: memory.fd, COUNTS: counts.fd}
+        fds = {name: memory.fd for name, memory in memories.items()}
         client = EngineClient(config, spec, config.max_model_len, name, fds, on_progress)
     finally:
-        memory.close_fd()
-        if counts is not None:
-            counts.close_fd()
+        for memory in memories.values():
+            memory.close_fd()
     try:
         client.tokenizer = find_tokenizer(config)
-        client.wait_ready(_SILENCE_S, Board(0, config.ranks, memory))
+        client.wait_ready(_SILENCE_S, Board(0, config.ranks, memories[SHM]))
     except BaseException:
         client.close()
         raise
@@ -110,8 +109,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         ConfigError: what does not go together.
     """
     device = resolve_device(config.device, 0, config.ranks).type
-    if device == "cuda" and config.invariant:
-        raise ConfigError("invariant mode runs on CPU ranks only; set device = 'cpu'")
     nvlink = device == "cuda" and _nvlink_serves(config, spec)
     dtype = resolve_dtype(config, spec, device)
     transport = resolve_transport(config.transport, config.ranks, device, nvlink)
@@ -126,6 +123,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         why = "as asked" if config.quantize == "none" else None
         why = why or why_not_fp8(config, spec, place, dtype, transport)
         log.info("weights are dequantised to %s: %s", dtype, why)
+    check_tp(spec, config.tp, SCALE_BLOCK if fp8 else None)
     derived: dict[str, Any] = {
         "device": device,
         "quantize": "fp8" if fp8 else "none",
@@ -134,6 +132,17 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         "max_model_len": resolve_max_model_len(config, spec),
     }
     return replace(config, **derived)
+
+
+def _memories(config: EngineConfig, spec: ModelSpec) -> dict[str, SharedMemory]:
+    """By the names under which ranks find them."""
+    nbytes = {SHM: _shared_bytes(config, spec)}
+    if config.replica_choice == "quota" and config.transport == "shm":
+        nbytes[COUNTS] = counts_bytes(config.ranks, spec.moe.num_experts)
+    if config.tp > 1 and config.device == "cpu" and has_total_store_order():
+        largest = exchanged_bytes(config, spec, DTYPE_BYTES[config.dtype])
+        nbytes[GROUP] = group_bytes(config.ranks, largest)
+    return {name: SharedMemory.create(count) for name, count in nbytes.items()}
 
 
 def _nvlink_serves(config: EngineConfig, spec: ModelSpec) -> bool:
@@ -153,7 +162,7 @@ def _shared_bytes(config: EngineConfig, spec: ModelSpec) -> int:
         if config.quantize == "fp8":
             nbytes = fp8_expert_bytes(spec.hidden_size, spec.moe.intermediate_size)
         copies = host_copies_bytes(config.ranks, slots, nbytes)
-    most_tokens = min(config.max_num_batched_tokens, config.max_dispatch_tokens)
+    most_tokens = min(config.rank_tokens, config.max_dispatch_tokens)
     if config.transport == "nvlink" and config.device == "cpu":  # in Triton's interpreter
         copies += config.ranks * interpreted_bytes(config, spec)
     if config.transport != "shm":
@@ -172,7 +181,7 @@ def interpreted_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     """Of the symmetric buffers of a CPU rank, for both modes of the nvlink transport."""
     fp8 = config.quantize == "fp8"
     hidden, itemsize = wire_hidden(spec, fp8), DTYPE_BYTES[config.dtype]
-    most_tokens = min(config.max_num_batched_tokens, config.max_dispatch_tokens)
+    most_tokens = min(config.rank_tokens, config.max_dispatch_tokens)
     few = min(most_tokens, config.low_latency_tokens)
     return sum(
         Staging(

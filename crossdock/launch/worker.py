@@ -32,6 +32,8 @@ from crossdock.core.messages import (
     Snapshot,
     Start,
     Stop,
+    Trace,
+    Traced,
     Wake,
 )
 from crossdock.engine import Engine, build_engine
@@ -75,6 +77,7 @@ def _run(start: Start, channel: Channel) -> None:
         start.fds,
         start.rendezvous,
         config.deadline_s,
+        config.tp,
     )
     threading.Thread(target=_beat, args=(world.board,), daemon=True).start()
     engine = build_engine(config, world, _progress(start.rank, channel))
@@ -108,6 +111,9 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
                 case Report():
                     values = {**engine.recorder.snapshot(), "rss_bytes": _resident_bytes()}
                     channel.send(Snapshot(rank, values))
+                case Trace(id, steps):
+                    engine.timer.trace(id, steps)
+                    _send_traced(engine, rank, channel)
                 case Stop():
                     return
         step = engine.step()
@@ -116,6 +122,7 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
         while engine.rebalanced:
             ended = engine.rebalanced.pop(0)
             channel.send(Rebalanced(rank, *astuple(ended)))
+        _send_traced(engine, rank, channel)
         asleep = step.sleep
         if asleep:
             engine.world.board.enter("idle")
@@ -134,6 +141,11 @@ def _rebalance(
         engine.rebalance(epoch, np.array(slot_expert_LP), wave)
     except UserError as error:
         channel.send(Rebalanced(rank, epoch, 0, 0, 0.0, str(error)))
+
+
+def _send_traced(engine: Engine, rank: int, channel: Channel) -> None:
+    for trace in engine.timer.traced():
+        channel.send(Traced(rank, trace.id, trace.intervals, trace.steps))
 
 
 def _beat(board: Board) -> None:

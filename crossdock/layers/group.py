@@ -1,4 +1,4 @@
-"""The attention group of one rank: nothing to reduce."""
+"""The attention group of one rank: nothing to exchange."""
 
 from torch import Tensor
 
@@ -9,5 +9,11 @@ class SoloGroup:
     def __init__(self) -> None:
         self.size, self.rank = 1, 0
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_gather(self, x_tH: Tensor, tokens: int) -> Tensor:
+        return x_tH
+
+    def reduce_scatter(self, x_TH: Tensor) -> Tensor:
+        return x_TH
+
+    def broadcast(self, x: Tensor) -> Tensor:
         return x

@@ -1,7 +1,8 @@
 """Matrix products, in two sets chosen once at build: the fast ones and those of invariant mode.
 
 In invariant mode a row's result must depend on nothing but the row and the weight. BLAS picks its
-kernel by the number of rows, so every call is made with the same number of them: `ROW_TILE`.
+kernel by the number of rows, so on CPUs every call is made with the same number of them,
+`ROW_TILE`; on GPUs there are kernels of our own, `kernels.linear_invariant`.
 """
 
 from collections.abc import Callable
@@ -129,11 +130,22 @@ def choose_products(
 ) -> Products:
     """`device` and `dtype` of the model, where known, allow for a faster `matmul`. `fp8`: it takes
     `Fp8Weight` too."""
+    on_cuda = device is not None and device.type == "cuda"
+    unit: GatedUnit = swiglu
+    if on_cuda and not invariant and dtype in (torch.bfloat16, torch.float16):
+        from crossdock.kernels.swiglu import swiglu_rows as unit  # imports triton; in one pass
     if fp8:
-        return Products(fp8_linear, batch_matmul, swiglu, False)
+        return Products(fp8_linear, batch_matmul, unit, False)
+    if invariant and on_cuda:
+        from crossdock.kernels.linear_invariant import (  # imports triton
+            batch_matmul_invariant,
+            linear_invariant,
+        )
+
+        return Products(linear_invariant, batch_matmul_invariant, invariant_swiglu, True)
     if invariant:
         return Products(invariant_linear, invariant_batch_matmul, invariant_swiglu, True)
     onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32
     if onednn and device is not None and device.type == "cpu":
         return Products(onednn_linear, batch_matmul, swiglu, False, onednn_pack)
-    return Products(linear, batch_matmul, swiglu, False)
+    return Products(linear, batch_matmul, unit, False)

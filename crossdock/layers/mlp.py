@@ -24,6 +24,7 @@ class DenseMLP:
         self.products, self.group = products, group
 
     def __call__(self, x_TH: Tensor) -> Tensor:
+        """[T, H] to this rank's share [t, H]."""
         p = self.products
         y_TF = p.swiglu(p.matmul(x_TH, self.gate_up_FH, self.gate_up_bias))
-        return self.group.all_reduce(p.matmul(y_TF, self.down_HF, self.down_bias))
+        return self.group.reduce_scatter(p.matmul(y_TF, self.down_HF, self.down_bias))

@@ -2,12 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
+from crossdock.metrics.clock import CudaClock, HostClock
 from crossdock.metrics.recorder import Histogram, Recorder
+from crossdock.metrics.step_timer import StepTimer
+from crossdock.metrics.step_timing import StepTiming
 
 if TYPE_CHECKING:
     from crossdock.metrics.exposition import GatewayMetrics
 
-__all__ = ["GatewayMetrics", "Histogram", "Recorder"]
+__all__ = [
+    "CudaClock",
+    "GatewayMetrics",
+    "Histogram",
+    "HostClock",
+    "Recorder",
+    "StepTimer",
+    "StepTiming",
+]
 
 
 def __getattr__(name: str) -> Any:

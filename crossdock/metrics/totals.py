@@ -98,6 +98,8 @@ def arrays_of(values: Mapping[str, Any], counters: Sequence[str]) -> Values:
         **{f"overlap.{mode}": v for mode, v in values.get("overlap_steps", {}).items()},
         **{f"bytes.{path}": v for path, v in values.get("all_to_all_bytes", {}).items()},
     }
+    work = ("timed_ns", "timed_flops", "timed_bytes")
+    flat |= {name: n for name, n in values.get("counters", {}).items() if name in work}
     scheduler = values.get("scheduler", {})
     flat |= {name: scheduler[name] for name in counters if name in scheduler}
     if "step" in values.get("calls", {}):

@@ -12,11 +12,14 @@ from crossdock.comm import Board
 from crossdock.core import (
     KV,
     ForwardBatch,
+    Group,
     ModelSpec,
     OverlapMode,
     Placement,
     SlotLayer,
     Transport,
+    shard_attention,
+    share_of,
 )
 from crossdock.core.staging import padded
 from crossdock.layers import (
@@ -63,6 +66,8 @@ class ModelContext:
     attention: AttentionName = "torch"
     apart: Transport | None = None
     """What is used where work is put between begin and end; None: `transport`."""
+    group: Group = field(default_factory=SoloGroup)
+    """The ranks over which attention and dense layers are split."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class MoEBlock(SlotLayer, Protocol):
         keys_T: Tensor,
         most_tokens: int | None = None,
         overlap: OverlapMode = "sbo",
+        rows_1: Tensor | None = None,
     ) -> Generator[None, None, Tensor]: ...
 
 
@@ -113,8 +119,9 @@ class Decoder:
         recorder: Recorder,
         board: Board,
         weight_bytes: int,
+        group: Group,
     ):
-        self.board, self.weight_bytes = board, weight_bytes
+        self.board, self.weight_bytes, self.group = board, weight_bytes, group
         self.embedding_VH, self.layers, self.norm, self.head_VH = (
             embedding_VH,
             layers,
@@ -126,27 +133,46 @@ class Decoder:
         self.moe_layers: Sequence[SlotLayer] = [layer.moe for layer in layers if layer.moe]
 
     def forward(self, batch: ForwardBatch, kv: KV) -> Generator[None, None, Tensor]:
-        """[T, H] after the last norm. A rank without tokens runs the MoE layers alone."""
-        x_TH = F.embedding(batch.tokens_T, self.embedding_VH)
-        idle = batch.num_tokens == 0
-        plan = None if idle else self.planner(batch, kv.page_size)
+        """[T, H] after the last norm. Between layers a rank carries its share of the tokens, t of
+        T, which with a group of one are all. A group without tokens runs the MoE layers alone, and
+        so does a rank with an empty share, beside its part of attention and dense layers."""
+        group, T = self.group, batch.num_tokens
+        own = share_of(T, group.size, group.rank)
+        x_tH, keys_t = F.embedding(batch.tokens_T[own], self.embedding_VH), batch.keys_T[own]
+        most = None if batch.most_tokens is None else -(-batch.most_tokens // group.size)
+        rows_1 = batch.rows_1
+        if rows_1 is not None and own.start:
+            rows_1 = rows_1 - own.start
+        plan = self.planner(batch, kv.page_size) if T else None
+        y_tH: Tensor | None = None  # of the block before; added in the pass that norms
         for i, layer in enumerate(self.layers):
             if plan is not None:
                 self.board.enter("attention")
                 with self.recorder.span("attention"):
-                    x_TH = x_TH + layer.attention(layer.attention_norm(x_TH), kv.layer(i), plan)
+                    h_tH, x_tH = _add_norm(layer.attention_norm, y_tH, x_tH)
+                    y_tH = layer.attention(group.all_gather(h_tH, T), kv.layer(i), plan)
             if layer.moe is not None:
-                h_TH = x_TH if idle else layer.ffn_norm(x_TH)
-                y_TH = yield from layer.moe.forward(
-                    h_TH, batch.keys_T, batch.most_tokens, batch.overlap
-                )
-                x_TH = x_TH + y_TH
-            elif layer.mlp is not None and not idle:
-                x_TH = x_TH + layer.mlp(layer.ffn_norm(x_TH))
-        return self.norm(x_TH)
+                h_tH = x_tH
+                if plan is not None:
+                    with self.recorder.span("norm"):
+                        h_tH, x_tH = _add_norm(layer.ffn_norm, y_tH, x_tH)
+                y_tH = yield from layer.moe.forward(h_tH, keys_t, most, batch.overlap, rows_1)
+            elif layer.mlp is not None and plan is not None:
+                with self.recorder.span("dense"):
+                    h_tH, x_tH = _add_norm(layer.ffn_norm, y_tH, x_tH)
+                    y_tH = layer.mlp(group.all_gather(h_tH, T))
+        return group.all_gather(_add_norm(self.norm, y_tH, x_tH)[0], T) if T else x_tH
 
     def logits(self, hidden_BH: Tensor) -> Tensor:
-        return self.products.matmul(hidden_BH, self.head_VH, None).float()
+        head_VH = self.head_VH
+        if head_VH.is_cuda and head_VH.dtype == torch.bfloat16 and not self.products.invariant:
+            return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32)
+        return self.products.matmul(hidden_BH, head_VH, None).float()
+
+
+def _add_norm(norm: RMSNorm, y_tH: Tensor | None, x_tH: Tensor) -> tuple[Tensor, Tensor]:
+    """`(norm(sum), sum)` of `sum = x + y`."""
+    return (norm(x_tH), x_tH) if y_tH is None else norm.add(y_tH, x_tH)
 
 
 def build_decoder(
@@ -157,8 +183,9 @@ def build_decoder(
         context.attention, context.device, context.dtype, context.invariant
     )
     load = Loader(
-        spec, source, products, SoloGroup(), context.dtype, context.device, attention, context.fp8
-    )
+        spec, source, products, context.group, context.dtype, context.device, attention,
+        context.fp8,
+    )  # fmt: skip
     moe_context = MoEContext(
         rank=context.rank,
         placement=context.placement,
@@ -185,11 +212,12 @@ def build_decoder(
         norm=load.norm("model.norm"),
         head_VH=products.pack(embedding_VH if tied else load.get("lm_head.weight", (V, H))),
         attention=attention,
-        planner=attention.planner(spec.attention, rope),
+        planner=attention.planner(shard_attention(spec.attention, context.group.size), rope),
         products=products,
         recorder=context.recorder,
         board=context.board,
-        weight_bytes=load.held.nbytes,  # the last: all is loaded
+        weight_bytes=load.held.nbytes,  # after all that loads
+        group=context.group,
     )
 
 
@@ -214,7 +242,9 @@ def _moe_block(load: Loader, family: Family, context: MoEContext, index: int) ->
     weights = load_experts(load, at, family.experts, experts, family.correction_bias)
     shared: Callable[[Tensor], Tensor] | None = None
     if moe.shared_intermediate_size:
-        shared = load_mlp(load, f"{at}.{family.shared}", moe.shared_intermediate_size)
+        # Whole on every rank: it sees the rank's share of the tokens, and nothing is reduced.
+        whole = replace(load, group=SoloGroup())
+        shared = load_mlp(whole, f"{at}.{family.shared}", moe.shared_intermediate_size)
     if not load.fp8:
         return build_moe_layer(moe, ordinal, weights, shared, context)
     H, wide = load.spec.hidden_size, padded(load.spec.hidden_size)

@@ -27,11 +27,13 @@ Matrix = tuple[Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """A tensor of a product: its name, its rows, and the order in which they are held."""
+    """A tensor of a product: its name, its rows, the order in which they are held, and which of
+    them this rank holds, in that order."""
 
     name: str
     rows: int
     order: Tensor | None = None
+    own: slice = slice(None)
 
 
 def quantise(w_OI: Tensor) -> Matrix:
@@ -58,11 +60,37 @@ def widen(codes_OI: Tensor, scales_AB: Tensor, order: Tensor | None = None) -> M
     return as_bytes.view(FP8), scales_AB
 
 
-def fp8_matrix(source: "WeightSource", parts: Sequence[Part], width: int) -> Fp8Weight | None:
-    """The weight of one product, part after part; None if any part is to stay as it is."""
+def fp8_matrix(
+    source: "WeightSource", parts: Sequence[Part], width: int, columns: slice = slice(None)
+) -> Fp8Weight | None:
+    """The weight of one product, part after part, of which this rank holds `columns`; None if any
+    part is to stay as it is."""
     if not all(source.in_fp8(part.name) for part in parts):
         return None
-    return join_fp8([source.get_fp8(p.name, (p.rows, width), order=p.order) for p in parts])
+    matrices = [
+        cut_fp8(source.get_fp8(p.name, (p.rows, width), order=p.order), p.own, columns)
+        for p in parts
+    ]
+    return join_fp8(matrices)
+
+
+def cut_fp8(matrix: Matrix, rows: slice, columns: slice) -> Matrix:
+    """Both begin and end between blocks, or where the matrix does (`core.check_tp` sees to it)."""
+    codes, scales = matrix
+    if rows == columns == slice(None):
+        return matrix
+    blocks = [slice(_block(s.start), _block(s.stop)) for s in (rows, columns)]
+    as_bytes = codes.view(torch.uint8)[rows, columns].clone(memory_format=torch.contiguous_format)
+    cut = scales[blocks[0], blocks[1]].clone(memory_format=torch.contiguous_format)
+    return as_bytes.view(FP8), cut
+
+
+def _block(place: int | None) -> int | None:
+    if place is None:
+        return None
+    if place % BLOCK:
+        raise ValueError(f"{place} lies within a block of {BLOCK} that shares a scale")
+    return place // BLOCK
 
 
 def fp8_experts(

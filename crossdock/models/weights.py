@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from crossdock.core import GQASpec, Group, MLASpec, ModelSpec
+from crossdock.core import GQASpec, Group, MLASpec, ModelSpec, shard_attention
 from crossdock.core.staging import padded
 from crossdock.layers import (
     Attention,
@@ -69,7 +69,7 @@ class Loader:
 
     `fp8`: products of attention and MLPs, and the experts, are in FP8 (`WeightSource.in_fp8`).
     Embedding, head, norms, biases, router and MLA's kv_b, whose halves are absorbed into queries
-    and outputs, never are.
+    and outputs, never are. `group`: over whose ranks heads and dense layers are split.
     """
 
     spec: ModelSpec
@@ -88,21 +88,50 @@ class Loader:
         self.held.nbytes += tensor.nbytes
         return tensor
 
-    def matrix(self, width: int, *parts: Part) -> Any:
-        """The weight [rows of all parts, width] of one product, as `products.matmul` takes it."""
+    def own(self, count: int) -> slice:
+        """This rank's of `count` rows or columns, which the group's size divides."""
+        if self.group.size == 1:
+            return slice(None)
+        each = count // self.group.size
+        return slice(self.group.rank * each, (self.group.rank + 1) * each)
+
+    def rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """This rank's rows of a tensor, to be held."""
+        tensor = _cut(self.source.get(name, shape), self.own(shape[0]))
+        self.held.nbytes += tensor.nbytes
+        return tensor
+
+    def once(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """The bias of a product whose outputs are summed over the group: rank 0 adds it."""
+        return self.get(name, shape) if self.group.rank == 0 else None
+
+    def matrix(self, width: int, *parts: Part, columns: slice = slice(None)) -> Any:
+        """The weight [own rows of all parts, own columns of `width`] of one product, as
+        `products.matmul` takes it."""
         if self.fp8:
-            weight = fp8_matrix(self.source, parts, width)
+            weight = fp8_matrix(self.source, parts, width, columns)
             if weight is not None:
                 self.held.nbytes += weight.nbytes
                 return weight
-        read = [(self.get(name, (rows, width)), order) for name, rows, order in parts]
-        whole = [tensor if order is None else tensor[order] for tensor, order in read]
+        whole = []
+        for name, rows, order, own in parts:
+            tensor = self.source.get(name, (rows, width))
+            whole.append(_cut(tensor if order is None else tensor[order], own, columns))
+        self.held.nbytes += sum(tensor.nbytes for tensor in whole)
         return self.products.pack(torch.cat(whole) if len(whole) > 1 else whole[0])
 
     def norm(self, name: str) -> RMSNorm:
         """A norm over the hidden size."""
         weight_H = self.get(f"{name}.weight", (self.spec.hidden_size,))
-        return RMSNorm(weight_H, self.spec.rms_norm_eps)
+        return RMSNorm(weight_H, self.spec.rms_norm_eps, self.products.invariant)
+
+
+def _cut(x: Tensor, rows: slice, columns: slice = slice(None)) -> Tensor:
+    """A tensor of its own, so that the rest is not held."""
+    if rows == columns == slice(None):
+        return x
+    part = x[rows, columns] if x.dim() > 1 else x[rows]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 LoadAttention = Callable[[Loader, str], Attention]
@@ -114,20 +143,25 @@ def load_gqa(load: Loader, prefix: str) -> Attention:
     s, get, H = load.spec.attention, load.get, load.spec.hidden_size
     assert isinstance(s, GQASpec)
     q, kv = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
-    parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    parts = tuple(
+        (name, n, load.own(n)) for name, n in (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
+    )
     norms = {"none": None, "head": (s.head_dim, s.head_dim), "full": (q, kv)}[s.qk_norm]
     weights = GQAWeights(
-        qkv=load.matrix(H, *(Part(f"{prefix}.{name}.weight", n) for name, n in parts)),
-        out=load.matrix(q, Part(f"{prefix}.o_proj.weight", H)),
-        qkv_bias=torch.cat([get(f"{prefix}.{name}.bias", (n,)) for name, n in parts])
+        qkv=load.matrix(
+            H, *(Part(f"{prefix}.{name}.weight", n, own=own) for name, n, own in parts)
+        ),
+        out=load.matrix(q, Part(f"{prefix}.o_proj.weight", H), columns=load.own(q)),
+        qkv_bias=torch.cat([load.rows(f"{prefix}.{name}.bias", (n,)) for name, n, _ in parts])
         if s.bias
         else None,
-        out_bias=get(f"{prefix}.o_proj.bias", (H,)) if s.output_bias else None,
+        out_bias=load.once(f"{prefix}.o_proj.bias", (H,)) if s.output_bias else None,
         q_norm=get(f"{prefix}.q_norm.weight", (norms[0],)) if norms else None,
         k_norm=get(f"{prefix}.k_norm.weight", (norms[1],)) if norms else None,
     )
     make = load.attention.gqa
-    return make(s, weights, load.spec.rms_norm_eps, load.products, load.group)
+    own = shard_attention(s, load.group.size)
+    return make(own, weights, load.spec.rms_norm_eps, load.products, load.group)
 
 
 def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
@@ -136,33 +170,37 @@ def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
     assert isinstance(s, MLASpec)
     head = s.qk_nope_head_dim + s.qk_rope_head_dim
     q_rows, q_rank = s.num_heads * head, s.q_lora_rank
+    q_own = load.own(q_rows)
     q_order = _rotated_last(load.spec, s.num_heads, head)
     kv_order = _rotated_last(load.spec, 1, s.kv_width)
     kv_a, bias, q_norm, q_b = f"{prefix}.kv_a_proj_with_mqa", None, None, None
     if q_rank is None:
         # transformers and DeepSeek give this projection no bias, whatever attention_bias says.
-        q_a, q_bias = Part(f"{prefix}.q_proj.weight", q_rows, q_order), None
+        q_a, q_bias = Part(f"{prefix}.q_proj.weight", q_rows, q_order, q_own), None
     else:
         q_a = Part(f"{prefix}.q_a_proj.weight", q_rank)
-        q_b = load.matrix(q_rank, Part(f"{prefix}.q_b_proj.weight", q_rows, q_order))
+        q_b = load.matrix(q_rank, Part(f"{prefix}.q_b_proj.weight", q_rows, q_order, q_own))
         q_norm = get(f"{prefix}.q_a_layernorm.weight", (q_rank,))
         q_bias = get(f"{prefix}.q_a_proj.bias", (q_rank,)) if s.bias else None
     if s.bias:
         kv_bias = get(f"{kv_a}.bias", (s.kv_width,))[kv_order]
-        bias = torch.cat((kv_bias.new_zeros(q_rows) if q_bias is None else q_bias, kv_bias))
-    up = s.num_heads * (s.qk_nope_head_dim + s.v_head_dim)
+        no_bias = kv_bias.new_zeros(q_rows // load.group.size)
+        bias = torch.cat((no_bias if q_bias is None else q_bias, kv_bias))
+    v = s.num_heads * s.v_head_dim
+    up = s.num_heads * s.qk_nope_head_dim + v
     weights = MLAWeights(
         a=load.matrix(H, q_a, Part(f"{kv_a}.weight", s.kv_width, kv_order)),
         kv_norm=get(f"{prefix}.kv_a_layernorm.weight", (s.kv_lora_rank,)),
-        kv_b=get(f"{prefix}.kv_b_proj.weight", (up, s.kv_lora_rank)),
-        out=load.matrix(s.num_heads * s.v_head_dim, Part(f"{prefix}.o_proj.weight", H)),
+        kv_b=load.rows(f"{prefix}.kv_b_proj.weight", (up, s.kv_lora_rank)),
+        out=load.matrix(v, Part(f"{prefix}.o_proj.weight", H), columns=load.own(v)),
         q_norm=q_norm,
         q_b=q_b,
         a_bias=bias,
-        out_bias=get(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
+        out_bias=load.once(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
     )
     scale = softmax_scale(head, load.spec.rope)
-    return load.attention.mla(s, weights, latent_eps, scale, load.products, load.group)
+    own = shard_attention(s, load.group.size)
+    return load.attention.mla(own, weights, latent_eps, scale, load.products, load.group)
 
 
 def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:
@@ -176,19 +214,22 @@ def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:
     return rows.flatten()
 
 
+_GATE_UP = ("gate_proj", "up_proj")
+
+
 def load_mlp(load: Loader, prefix: str, width: int) -> DenseMLP:
     """gate_proj, up_proj and down_proj."""
-    get, H, bias = load.get, load.spec.hidden_size, load.spec.mlp_bias
-    gate_up = (Part(f"{prefix}.{name}.weight", width) for name in ("gate_proj", "up_proj"))
+    H, bias, own, names = load.spec.hidden_size, load.spec.mlp_bias, load.own(width), _GATE_UP
+    gate_up = (Part(f"{prefix}.{name}.weight", width, own=own) for name in names)
     return DenseMLP(
         load.matrix(H, *gate_up),
-        load.matrix(width, Part(f"{prefix}.down_proj.weight", H)),
+        load.matrix(width, Part(f"{prefix}.down_proj.weight", H), columns=own),
         load.products,
         load.group,
-        torch.cat([get(f"{prefix}.{name}.bias", (width,)) for name in ("gate_proj", "up_proj")])
+        torch.cat([load.rows(f"{prefix}.{name}.bias", (width,)) for name in names])
         if bias
         else None,
-        get(f"{prefix}.down_proj.bias", (H,)) if bias else None,
+        load.once(f"{prefix}.down_proj.bias", (H,)) if bias else None,
     )
 
 

@@ -29,6 +29,7 @@ class ExpertLoad:
         self.dropped_L = torch.zeros(layers, dtype=torch.int64, device=device)
 
     def register(self, recorder: Recorder) -> None:
+        recorder.rows_LS = self.rows_LS
         recorder.source("expert_tokens", self.tokens_LE.tolist, self.tokens_LE.zero_)
         recorder.source("slot_tokens", self.rows_LS.tolist, self.rows_LS.zero_)
         recorder.source("dropped_tokens", self.dropped_L.tolist, self.dropped_L.zero_)

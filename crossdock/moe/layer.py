@@ -1,6 +1,5 @@
 """One MoE layer: route -> dispatch -> permute -> experts -> unpermute -> combine."""
 
-import time
 from collections.abc import Callable, Generator
 
 import torch
@@ -48,6 +47,7 @@ class MoELayer:
         keys_T: Tensor,
         most_tokens: int | None = None,
         overlap: OverlapMode = "sbo",
+        rows_1: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
         """[T, H]; T may be 0. Yields with a dispatch in flight ("sbo", where there is a shared
         expert to run meanwhile; "tbo") and with a combine in flight ("tbo"): once, or as often as
@@ -58,55 +58,59 @@ class MoELayer:
             most_tokens: of any rank in this step, the same on all of them; None: at most what the
                 transport takes.
             overlap: the same on all ranks.
+            rows_1: int32 on a GPU; rows from there on go to no expert.
         """
         step = self._transport.max_tokens
         if step is None or most_tokens is None or most_tokens <= step:
-            return (yield from self._exchange(x_TH, keys_T, most_tokens, overlap))
+            return (yield from self._exchange(x_TH, keys_T, most_tokens, overlap, rows_1))
         parts = []
         for start in range(0, most_tokens, step):
             piece = slice(start, start + step)  # a rank with fewer tokens runs out of them
             most = min(step, most_tokens - start)
-            parts.append((yield from self._exchange(x_TH[piece], keys_T[piece], most, overlap)))
+            rows = None if rows_1 is None else rows_1 - start
+            parts.append(
+                (yield from self._exchange(x_TH[piece], keys_T[piece], most, overlap, rows))
+            )
         return torch.cat(parts)
 
     def _exchange(
-        self, x_TH: Tensor, keys_T: Tensor, most_tokens: int | None, overlap: OverlapMode
+        self,
+        x_TH: Tensor,
+        keys_T: Tensor,
+        most_tokens: int | None,
+        overlap: OverlapMode,
+        rows_1: Tensor | None,
     ) -> Generator[None, None, Tensor]:
-        clock, observe, transport = time.perf_counter, self._recorder.observe, self._transport
-        t0 = clock()
+        span, board, transport = self._recorder.span, self._board, self._transport
         idle = x_TH.shape[0] == 0  # such a rank makes the others wait for all it does
-        if self.router.gathers:
-            self._board.enter("counts", self._index)
-        routing = self.router.nothing() if idle else self.router(x_TH, keys_T)
-        t1 = clock()
-        observe("router", t1 - t0)
-        self._board.enter("dispatch", self._index)
+        with span("router"):
+            if self.router.gathers:
+                board.enter("counts", self._index)
+            routing = self.router.nothing() if idle else self.router(x_TH, keys_T, rows_1)
+        board.enter("dispatch", self._index)
         shared_TH = None
         if overlap == "tbo" or (overlap == "sbo" and self.shared is not None):
             received, ticket, shared_TH = yield from self._dispatch_apart(
                 x_TH, routing, most_tokens
             )
-            t4 = clock()
         else:
-            received, ticket = transport.dispatch(x_TH, routing, most_tokens)
-            t4 = clock()
-            observe("dispatch", t4 - t1)
-        self._board.enter("experts", self._index)
-        y = self.experts(received)
-        t5 = clock()
-        observe("experts", t5 - t4)
-        self._board.enter("combine", self._index)
+            with span("dispatch"):
+                received, ticket = transport.dispatch(x_TH, routing, most_tokens)
+        board.enter("experts", self._index)
+        with span("experts"):
+            y = self.experts(received)
+        board.enter("combine", self._index)
         if overlap == "tbo":
-            begun_combine = self._apart.combine_begin(y, ticket)
-            t6 = clock()
+            combine = span("combine", pieces=2)
+            with combine:
+                pending = self._apart.combine_begin(y, ticket)
             yield
-            self._board.enter("combine", self._index)
-            t7 = clock()
-            out_TH = self._apart.combine_end(begun_combine)
-            observe("combine", t6 - t5 + clock() - t7)
+            board.enter("combine", self._index)
+            with combine:
+                out_TH = self._apart.combine_end(pending)
         else:
-            out_TH = transport.combine(y, ticket)
-            observe("combine", clock() - t5)
+            with span("combine"):
+                out_TH = transport.combine(y, ticket)
         if shared_TH is None and not idle:
             shared_TH = self._share(x_TH)
         return out_TH if shared_TH is None else out_TH + shared_TH
@@ -115,25 +119,21 @@ class MoELayer:
         self, x_TH: Tensor, routing: Routing, most_tokens: int | None
     ) -> Generator[None, None, tuple[Received, Ticket, Tensor | None]]:
         """With the output of the shared expert, if there is one and any token."""
-        clock, transport = time.perf_counter, self._apart
-        t1 = clock()
-        pending = transport.dispatch_begin(x_TH, routing, most_tokens)
-        begun = clock() - t1
+        dispatch = self._recorder.span("dispatch", pieces=2)
+        with dispatch:
+            pending = self._apart.dispatch_begin(x_TH, routing, most_tokens)
         yield
         shared_TH = self._share(x_TH) if x_TH.shape[0] else None
         self._board.enter("dispatch", self._index)
-        t3 = clock()
-        received, ticket = transport.dispatch_end(pending)
-        self._recorder.observe("dispatch", begun + clock() - t3)
+        with dispatch:
+            received, ticket = self._apart.dispatch_end(pending)
         return received, ticket, shared_TH
 
     def _share(self, x_TH: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
-        start = time.perf_counter()
-        shared_TH = self.shared(x_TH)
-        self._recorder.observe("shared", time.perf_counter() - start)
-        return shared_TH
+        with self._recorder.span("shared"):
+            return self.shared(x_TH)
 
 
 def build_moe_layer(

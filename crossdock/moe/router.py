@@ -44,7 +44,7 @@ class Router:
             self._quota_map = QuotaMap(context.placement, index, context.rank, device, on_device)
         self._by_map = self._quota_map is None and self._capacity is None
         self._in_one_kernel = None
-        if device.type == "cuda" and not context.invariant:
+        if device.type == "cuda":  # a token's results there depend on the token alone
             slot_map = self.slot_map if self._by_map else _identity(spec.num_experts, device)
             self._in_one_kernel = _one_kernel(spec, slot_map, self.bias_E, self.tokens_E)
         # Among equal scores the lowest id wins, so it gets the highest low bits of the key.
@@ -54,13 +54,18 @@ class Router:
             torch.empty(0, spec.top_k, device=device),
         )
 
-    def __call__(self, x_TH: Tensor, keys_T: Tensor) -> Routing:
-        """keys_T: int64, a hash of (request, position)."""
+    def __call__(self, x_TH: Tensor, keys_T: Tensor, rows_1: Tensor | None = None) -> Routing:
+        """
+        Args:
+            keys_T: int64, a hash of (request, position).
+            rows_1: int32 on a GPU; rows from there on go to no expert.
+        """
         if self._in_one_kernel is not None:
-            ids_TK, weights_TK = self._in_one_kernel(self._logits(x_TH), keys_T)
+            ids_TK, weights_TK = self._in_one_kernel(self._logits(x_TH), keys_T, rows_1)
             if self._by_map:  # they are slots already
                 return Routing(ids_TK, weights_TK)
         else:
+            assert rows_1 is None
             ids_TK, weights_TK = self.choose(x_TH)
             ids = ids_TK.view(-1)
             self.tokens_E.scatter_add_(0, ids, torch.ones_like(ids))
@@ -167,34 +172,38 @@ def _choose_logits(router_EH: Tensor, context: MoEContext) -> Callable[[Tensor],
     """float32 logits. On CUDA the tensor cores do it wherever the weights are BF16 in truth, as
     checkpoints store them: products of BF16 are exact in float32, and a float32 product takes ten
     times as long (294 us for 4,096 tokens of width 7,168 and 256 experts on an H200)."""
-    exponent = parse_routing(context.routing)
-    if exponent is not None:
-        return _drawn(router_EH.shape[0], exponent, context.device)
+    logits: Callable[[Tensor], Tensor]
+    narrow_EH = router_EH.bfloat16()
     on_cuda = context.device.type == "cuda" and context.dtype == torch.bfloat16
-    if on_cuda and not context.invariant:
-        narrow_EH = router_EH.bfloat16()
-        if torch.equal(narrow_EH.float(), router_EH):
-            return lambda x_TH: torch.mm(x_TH, narrow_EH.t(), out_dtype=torch.float32)
-    return lambda x_TH: context.matmul(x_TH.float(), router_EH, None)
+    if on_cuda and not context.invariant and torch.equal(narrow_EH.float(), router_EH):
+        logits = lambda x_TH: torch.mm(x_TH, narrow_EH.t(), out_dtype=torch.float32)  # noqa: E731
+    else:
+        logits = lambda x_TH: context.matmul(x_TH.float(), router_EH, None)  # noqa: E731
+    exponent = parse_routing(context.routing)
+    return logits if exponent is None else _drawn(logits, exponent, router_EH.shape[0])
 
 
-def _drawn(experts: int, exponent: float, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _drawn(
+    logits: Callable[[Tensor], Tensor], exponent: float, experts: int
+) -> Callable[[Tensor], Tensor]:
     """Logits whose top k are k experts drawn without replacement by popularity (Gumbel's trick;
-    arXiv 1903.06059, section 3)."""
-    rank_E = torch.arange(1, experts + 1, device=device, dtype=torch.float32)
-    log_E = -exponent * rank_E.log()
+    arXiv 1903.06059, section 3). The router's own are computed too: they cost what they would."""
 
     def draw(x_TH: Tensor) -> Tensor:
-        noise_TE = torch.rand(x_TH.shape[0], experts, device=device).clamp_(1e-9, 1 - 1e-7)
-        return log_E - (-noise_TE.log_()).log_()
+        noise_TE = torch.rand_like(logits(x_TH))
+        if exponent == 0:
+            return noise_TE
+        rank_E = torch.arange(1, experts + 1, device=x_TH.device, dtype=torch.float32)
+        return -exponent * rank_E.log() - (-noise_TE.clamp_(1e-9, 1 - 1e-7).log_()).log_()
 
     return draw
 
 
 def _one_kernel(
     spec: MoESpec, slot_map: "SlotMap", bias_E: Tensor | None, tokens_E: Tensor
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(logits_TE, keys_T) to (slots_TK, weights_TK), as `choose` and `SlotMap` give them."""
+) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
+    """(logits_TE, keys_T, rows_1 or None) to (slots_TK, weights_TK), as `choose` and `SlotMap` give
+    them."""
     from crossdock.kernels.router import ReplicaMap, RouterRule, route
 
     rule = RouterRule(
@@ -207,7 +216,9 @@ def _one_kernel(
         spec.routed_scaling_factor,
     )
     replicas = ReplicaMap(slot_map.slots_EM, slot_map.count_E, slot_map.salt, _MIX)
-    return lambda logits_TE, keys_T: route(logits_TE, keys_T, rule, replicas, tokens_E, bias_E)
+    return lambda logits_TE, keys_T, rows_1: route(
+        logits_TE, keys_T, rule, replicas, tokens_E, bias_E, rows_1
+    )
 
 
 def _identity(experts: int, device: torch.device) -> "SlotMap":

@@ -78,6 +78,15 @@ def shards(
     return [*found, Shard("vocabulary", "vocabulary", spec.vocab_size, tp, size, padded)]
 
 
+def shards_of_tp(spec: ModelSpec, tp: int, weights_dtype: str = "bfloat16") -> list[Shard]:
+    """What crossdock's own `tp` divides: attention by heads, dense layers by their width."""
+    block = fp8_block(spec, weights_dtype)
+    dense = []
+    if len(spec.moe_layers) < spec.num_layers:
+        dense = [_matrix("dense width", spec.intermediate_size, tp, block)]
+    return [*dense, *_heads(spec, tp, block)]
+
+
 def fp8_block(spec: ModelSpec, weights_dtype: str) -> int | None:
     """Side of the blocks that share a scale; None where weights have none."""
     if not weights_dtype.startswith("float8"):

@@ -52,7 +52,10 @@ def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> li
             layout.weights_dtype not in get_args(offered["dtype"]),
             f"weights kept in {layout.weights_dtype}",
         ),
-        (layout.kv_dtype not in get_args(offered["dtype"]), f"KV in {layout.kv_dtype}"),
+        (
+            not _is_fp8(layout.kv_dtype) and layout.kv_dtype not in get_args(offered["dtype"]),
+            f"KV in {layout.kv_dtype}",
+        ),
         (layout.overlap == "tbo" and "overlap" not in offered, "two-batch overlap"),
         (
             layout.mode == "low_latency" and "nvlink" not in get_args(offered["transport"]),
@@ -75,6 +78,8 @@ def crossdock_commands(
         "redundant_experts": redundant_experts(layout, spec),
     }
     text = "\n".join(f"{key} = {value}" for key, value in settings.items())
+    if _is_fp8(layout.kv_dtype):
+        text += '\nkv_cache_dtype = "fp8"'
     name = "crossdock-plan.toml"
     where = "the instance"
     if p.instances > 1:
@@ -87,6 +92,10 @@ def crossdock_commands(
             f"crossdock serve {_checkpoint(model)} --ranks {layout.gpus} --config {name}",
         ),
     ]
+
+
+def _is_fp8(dtype: str) -> bool:
+    return dtype.startswith("float8")
 
 
 def redundant_experts(layout: Layout, spec: ModelSpec) -> int:
@@ -168,7 +177,7 @@ def _sglang(
     if layout.overlap != "off":
         name = {"sbo": "single", "tbo": "two"}[layout.overlap]
         flags.append(f"--enable-{name}-batch-overlap")
-    if layout.kv_dtype.startswith("float8"):
+    if _is_fp8(layout.kv_dtype):
         flags.append("--kv-cache-dtype fp8_e4m3")
     if role in ("prefill", "both"):
         flags.append(f"--chunked-prefill-size {chunk}")
@@ -219,7 +228,7 @@ def _vllm(
             flags += ["--enable-eplb", f"--eplb-config {shlex.quote(config)}"]
     if layout.overlap == "tbo":
         flags.append("--enable-dbo")
-    if layout.kv_dtype.startswith("float8"):
+    if _is_fp8(layout.kv_dtype):
         flags.append("--kv-cache-dtype fp8")
     tokens = (
         round(deployment.prefill.point.batch * layout.tp)

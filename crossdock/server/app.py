@@ -29,9 +29,11 @@ from crossdock.server.schema import (
     LoadBody,
     RebalanceBody,
     TokenizeBody,
+    TraceBody,
     parse,
 )
 from crossdock.server.service import Service, read_json
+from crossdock.server.timeline import trace
 from crossdock.server.trace import Trace
 
 _SAMPLE_S = 10.0
@@ -116,6 +118,11 @@ async def expert_rebalance(request: Request) -> Response:
     return JSON(await rebalance(client, body))
 
 
+async def trace_steps(request: Request) -> Response:
+    _, client, body = await _begin(request, TraceBody)
+    return JSON(await trace(client, body))
+
+
 async def models(request: Request) -> Response:
     service = _service(request)
     return JSON({"object": "list", "data": [_model_card(service, service.ready())]})
@@ -155,6 +162,7 @@ _ROUTES = (
     ("POST", "/v1/chat/completions", chat_completions),
     ("POST", "/v1/experts/load", expert_load),
     ("POST", "/v1/experts/rebalance", expert_rebalance),
+    ("POST", "/v1/trace", trace_steps),
     ("GET", "/v1/models", models),
     ("GET", "/v1/models/{name:path}", model),
     ("POST", "/tokenize", tokenize),

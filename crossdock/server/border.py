@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from crossdock.core import EngineConfig, ModelSpec, SamplingParams
-from crossdock.core.messages import Snapshot
+from crossdock.core.ceilings import Ceilings
+from crossdock.core.messages import Snapshot, Traced
 from crossdock.metrics.rebalances import Rebalances
 
 
@@ -104,6 +105,13 @@ class LoadRecording(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
+class Traces(Protocol):
+    def record(self, steps: int, timeout: float) -> list[Traced]:
+        """Blocks until they have run, or for `timeout` seconds. Raises Busy while another trace is
+        under way."""
+        ...
+
+
 class EngineClient(Protocol):
     """Thread-safe; `on_update` is called from the client's own threads."""
 
@@ -120,9 +128,13 @@ class EngineClient(Protocol):
     @property
     def failure(self) -> str | None: ...
     @property
+    def ceilings(self) -> Ceilings | None: ...
+    @property
     def balancer(self) -> Balancer: ...
     @property
     def recording(self) -> LoadRecording: ...
+    @property
+    def traces(self) -> Traces: ...
     def submit(
         self,
         request_id: str,

@@ -166,6 +166,11 @@ class RebalanceBody(_Body):
     policy: Literal["sticky", "eplb", "quota", "llep"] | None = None
 
 
+class TraceBody(_Body):
+    steps: int = Field(10, ge=1, le=500)
+    timeout_s: float = Field(30.0, gt=0, le=600)
+
+
 Body = TypeVar("Body", bound=_Body)
 
 

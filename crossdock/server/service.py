@@ -45,6 +45,7 @@ class Service:
                 client.config.load_window_tokens,
                 client.balancer.totals,
                 client.config.altering,
+                client.ceilings,
             )
         )
         self.client = client

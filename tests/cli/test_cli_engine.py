@@ -120,11 +120,16 @@ def test_generate(checkpoint, tmp_path):
 
 
 def test_bench_engine(checkpoint, tmp_path):
-    out = tmp_path / "results" / "engine.json"
+    out, timeline = tmp_path / "results" / "engine.json", tmp_path / "timeline.json"
+    (tmp_path / "mine.toml").write_text(
+        "memory_gbytes_per_s = 10.0\n[matmul_tflop_per_s]\nfloat32 = 0.1\n"
+    )
+    config = tmp_path / "config.toml"
+    config.write_text(f"hardware = '{tmp_path / 'mine.toml'}'\n")
     done = crossdock(
         "bench", "engine", checkpoint, "--vs", "transformers", "--ranks", "1,2", "--repeats", "2",
         "--num-prompts", "3", "--input-len", "4:9", "--output-len", "5", "--target", "1e-6",
-        "--device", "cpu", "--json", "--out", out,
+        "--device", "cpu", "--json", "--out", out, "--config", config, "--trace", timeline,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -141,6 +146,11 @@ def test_bench_engine(checkpoint, tmp_path):
     assert ratios["1 rank, 1 thread"]["target"] is None
     (step,) = [c for c in document["cases"] if c["name"] == "step" and c["shape"]["ranks"] == 2]
     assert step["parts_ms"]["attention"] > 0 and step["steps"] >= 2 * 5
+    assert step["phases"]["decode"]["mbu"] > 0 and step["phases"]["prefill"]["steps"] >= 1
+    exposed = [c["median"] for c in document["cases"] if c["name"] == "exposed_communication"]
+    assert len(exposed) == 2 and all(0 < share < 1 for share in exposed)
+    traced = json.loads(timeline.read_text())  # of the first engine
+    assert traced["otherData"]["ranks"] == [0] and len(traced["otherData"]["steps"]) >= 5
 
 
 def test_bench_comm():

@@ -54,6 +54,14 @@ def test_answers_in_fp8_beside_bf16(checkpoint, tmp_path, device):
     assert likeliest["n"] == WINDOWS and likeliest["mean"] > 40
     assert greedy["n"] == len(greedy["first_difference"]) == 2
     assert all(c["shape"]["ranks"] == 1 for c in document["cases"])
+    cached = cases["log_likelihood_difference", "fp8 kv / bf16"]
+    assert cached["mean"] == pytest.approx(
+        cases["log_likelihood", "fp8 kv"]["mean"] - bf16["mean"], abs=1e-6
+    )
+    assert 0 < abs(cached["mean"]) < 0.05
+    whole, half = (cases["kv_token", name]["median"] for name in ("bf16", "fp8 kv"))
+    assert 0.5 < half / whole < 0.7  # its heads are narrow
+    assert cases["weights", "fp8 kv"]["median"] == cases["weights", "bf16"]["median"]
 
 
 def test_what_cannot_be_compared_is_refused(checkpoint, tmp_path):

@@ -40,6 +40,8 @@ MESSAGES = [
     m.Rebalanced(1, 1, 2, 4096, 0.5, "a copy arrived damaged"),
     m.Abort("r-1"),
     m.Report(),
+    m.Trace(1, 20),
+    m.Traced(1, 1, ((40, "experts", 2**53, 2**53 + 1000),), ((40, 9, 7, 2**50, 2**33),)),
     m.Stop(),
     m.Outputs(0, (output, TokenOutput("r-2", error="no", finish_reason="error"))),
     m.Snapshot(0, {"seconds": {"step": 0.1}, "load": ((1, 2), (3, 4))}),

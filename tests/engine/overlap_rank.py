@@ -20,6 +20,7 @@ from crossdock.comm import build_world
 from crossdock.core import EngineConfig, Plan, Request, SamplingParams, Scheduled
 from crossdock.engine import agree, build_engine
 from crossdock.engine.overlap import OverlapPolicy, Rung, forced
+from crossdock.engine.runner import How
 
 MODES = ("off", "sbo", "tbo")
 
@@ -76,10 +77,10 @@ def logits_of_steps(engine, steps, rank: int, mode: str) -> np.ndarray:
             items.append(Scheduled(request, start, tuple(tokens), pages, sample))
         plan = Plan(tuple(items))
         cut = policy.cut(plan)
-        agreed = agree(engine.world.lockstep.exchange((1, 0, plan.num_tokens, cut)), policy)
+        agreed = agree(engine.world.lockstep.exchange((1, 0, plan.num_tokens, cut, 1)), policy)
         assert agreed.run and agreed.overlap in (mode, "off")
         with torch.inference_mode():
-            hidden = engine.runner.hidden(plan, agreed.most_tokens, agreed.overlap, cut)
+            hidden = engine.runner.hidden(plan, How(agreed.most_tokens, agreed.overlap, cut))
             rows.append(engine.runner.model.logits(hidden).numpy())
     return np.concatenate(rows)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from crossdock.core import ConfigError, EngineConfig, Plan, Request, SamplingParams, Scheduled
+from crossdock.core.batch import GraphSize
 from crossdock.core.hf_config import load_spec
 from crossdock.engine import agree, check_overlap
+from crossdock.engine.drive import drive_both
 from crossdock.engine.overlap import OverlapPolicy, Rung, forced, halve, middle, refusals
 from crossdock.engine.overlap_measure import choose_rung, pays
-from crossdock.engine.runner import drive_both
 
 STORYTELLER = Path(__file__).parents[2] / "checkpoints" / "storyteller"
 
@@ -81,13 +82,30 @@ def test_the_mode_is_that_of_the_size_measured_last():
 
 
 def test_all_ranks_agree_on_the_largest_half_of_any():
-    table = [(1, 3, 0, 0), (1, 3, 70, 40), (0, 3, 64, 32)]
+    table = [(1, 3, 0, 0, 0), (1, 3, 70, 40, 1), (0, 3, 64, 32, 0)]
     agreed = agree(table, AUTO)
     assert (agreed.overlap, agreed.most_tokens, agreed.run) == ("tbo", 40, True)
-    agreed = agree([(1, 3, 0, 0), (1, 3, 20, 10)], AUTO)
+    agreed = agree([(1, 3, 0, 0, 0), (1, 3, 20, 10, 0)], AUTO)
     assert (agreed.overlap, agreed.most_tokens) == ("sbo", 20)
-    agreed = agree([(0, 3, 0, 0), (0, 3, 0, 0)], forced("tbo"))
+    agreed = agree([(0, 3, 0, 0, 0), (0, 3, 0, 0, 0)], forced("tbo"))
     assert (agreed.run, agreed.sleep, agreed.overlap) == (False, True, "off")
+
+
+def test_all_ranks_replay_one_graph_or_none():
+    def fit(need: int, tokens: int) -> GraphSize | None:
+        return GraphSize(need == 1, 96 if tokens > 32 else 32) if need < 2 and tokens < 71 else None
+
+    agreed = agree([(1, 3, 20, 10, 0), (0, 3, 0, 0, 0)], AUTO, fit)
+    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 32), 32, "sbo")
+    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 0)], AUTO, fit)
+    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 96), 96, "tbo")
+    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 1)], AUTO, fit)  # a rank has a prompt
+    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((True, 32), 32, "sbo")
+    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 1)], AUTO, fit)  # halves of prompts
+    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == (None, 35, "tbo")
+    assert agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 2)], AUTO, fit).graph is None
+    agreed = agree([(1, 3, 71, 36, 0)], AUTO, fit)  # more than any graph has
+    assert (agreed.graph, agreed.most_tokens) == (None, 36)
 
 
 def test_a_mode_pays_only_if_it_clearly_does():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdock.comm import SharedMemory, shm_bytes
+from crossdock.comm import SharedMemory, group_bytes, shm_bytes, tensor_bytes
 
 ROOT = Path(__file__).parents[2]
 STORYTELLER = ROOT / "checkpoints" / "storyteller"
@@ -39,11 +39,16 @@ def _run_ranks(
     symmetric_bytes: int = 0,
     **job: Any,
 ) -> list[np.ndarray]:
-    """The logits [tokens, V] of every prompt, from `config["ranks"]` processes. `symmetric_bytes`:
-    of each, for the nvlink transport in Triton's interpreter."""
+    """The logits [tokens, V] of every prompt, from `config["ranks"]` processes; those of a group
+    have the same bits. `symmetric_bytes`: of each, for the nvlink transport in Triton's
+    interpreter."""
     ranks = config["ranks"]
     nbytes = shm_bytes(ranks, 64, 64, 8, 4, bool(config.get("invariant")))
     memory = SharedMemory.create(nbytes + ranks * symmetric_bytes)
+    memories = [memory]
+    if config.get("tp", 1) > 1 and config.get("device", "cpu") == "cpu":
+        memories.append(SharedMemory.create(group_bytes(ranks, tensor_bytes(64, 256, 4))))
+        job["group_fd"] = memories[1].fd
     job = {
         "chunk": 1000, "prefill": 0, "stagger": 0, "prompts": prompts,
         "config": {"device": "cpu", "overlap": "off", **config},
@@ -55,7 +60,7 @@ def _run_ranks(
                 sys.executable, str(Path(__file__).with_name("rank_logits.py")), str(rank),
                 str(memory.fd), json.dumps(job), str(out / f"rank{rank}.npz"),
             ],
-            pass_fds=(memory.fd,),
+            pass_fds=[m.fd for m in memories],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         for rank in range(ranks)
@@ -66,11 +71,13 @@ def _run_ranks(
         for process in processes:
             process.kill()
             process.wait()
-        memory.close_fd()
+        for one in memories:
+            one.close_fd()
     found: dict[int, np.ndarray] = {}
     for rank in range(ranks):
         with np.load(out / f"rank{rank}.npz") as saved:
-            found.update({int(key): saved[key] for key in saved.files})
+            for key in saved.files:
+                np.testing.assert_array_equal(found.setdefault(int(key), saved[key]), saved[key])
     return [found[i] for i in range(len(prompts))]
 
 

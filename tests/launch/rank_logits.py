@@ -1,8 +1,9 @@
 """A rank process of test_ranks_logits.py: runs its share of a script and saves every logit.
 
 Arguments: rank, descriptor of the shared memory, JSON job, output file. The job: "config" (fields
-of EngineConfig), "prompts" (token lists; rank r takes every R-th), "chunk" (tokens of a sequence
-per step while its prompt lasts), "prefill" (prompt tokens; the rest is fed one by one), "stagger".
+of EngineConfig), "prompts" (token lists; of G attention groups each takes every G-th), "chunk"
+(tokens of a sequence per step while its prompt lasts), "prefill" (prompt tokens; the rest is fed
+one by one), "stagger"; "group_fd", where there is one, memory of attention groups.
 """
 
 import json
@@ -17,7 +18,7 @@ from crossdock.comm import build_world
 from crossdock.core import EngineConfig, Plan, Request, SamplingParams, Scheduled
 from crossdock.engine import build_engine
 from crossdock.engine.batch import make_batch
-from crossdock.engine.runner import drive
+from crossdock.engine.drive import drive
 
 PAGES = 64
 
@@ -33,13 +34,14 @@ def main() -> None:
         config.ranks,
         config.device,
         config.transport,
-        {"shm": fd},
+        {"shm": fd, **({"group": job["group_fd"]} if "group_fd" in job else {})},
         rendezvous,
         config.deadline_s,
+        config.tp,
     )
     engine = build_engine(config, world, lambda done, total: None)
     kv = engine.runner.kv
-    mine = {i: p for i, p in enumerate(job["prompts"]) if i % config.ranks == rank}
+    mine = {i: p for i, p in enumerate(job["prompts"]) if i % config.groups == rank // config.tp}
     at = dict.fromkeys(mine, 0)
     logits: dict[int, list[np.ndarray]] = {i: [] for i in mine}
     step = 0
@@ -51,7 +53,7 @@ def main() -> None:
                 continue
             count = min(job["chunk"], job["prefill"] - start) if start < job["prefill"] else 1
             chunk = tuple(tokens[start : start + count])
-            base = (i // config.ranks) * PAGES
+            base = (i // config.groups) * PAGES
             pages = tuple(range(base, base + -(-(start + count) // config.page_size)))
             request = Request(str(i), tuple(tokens), SamplingParams(), key=i * 7919)
             items.append((i, Scheduled(request, start, chunk, pages, sample=True)))

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +137,30 @@ def test_prefix_hits_preemption_and_budgets_do_not_change_invariant_tokens(
     storyteller: Path,
 ) -> None:
     """Each request alone on one rank against all of them mixed on four: tiny KV, two budgets."""
+    _compare_alone_and_mixed(storyteller, 4, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_nor_do_they_on_gpus(storyteller: Path, dtype: str) -> None:
+    """On as many as two."""
+    import torch
+
+    ranks = min(2, torch.cuda.device_count())
+    _compare_alone_and_mixed(storyteller, ranks, device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v2-lite"])
+def test_nor_do_they_over_nvlink(model: str) -> None:
+    """Real widths, whose rows travel by the kernels; random weights."""
+    import torch
+
+    ranks = min(2, torch.cuda.device_count())
+    _compare_alone_and_mixed(Path(model), ranks, device="cuda", load="dummy", layers=2)
+
+
+def _compare_alone_and_mixed(model: Path, ranks: int, **more: Any) -> None:
     draw = random.Random(5)
     shared = [draw.randrange(4, 4000) for _ in range(40)]
     prompts = [
@@ -143,14 +168,15 @@ def test_prefix_hits_preemption_and_budgets_do_not_change_invariant_tokens(
         for i in range(10)
     ]
     params = SamplingParams(temperature=0.8, seed=11, max_tokens=20, logprobs=3, ignore_eos=True)
-    settings = {"invariant": True, "device": "cpu", "max_model_len": 128, "page_size": 8}
-    with LLM(str(storyteller), ranks=1, **settings) as llm:
+    settings = {"invariant": True, "max_model_len": 128, "page_size": 8, **more}
+    with LLM(str(model), ranks=1, **settings) as llm:
         alone = [llm.generate([p], params)[0].outputs[0] for p in prompts]
     preemptions = 0
     for budget in (24, 100):
-        tiny = 1.05 * 128 * llm.client.spec.kv_bytes_per_token("float32") / 2**30
+        kept = llm.client.spec.kv_bytes_per_token(llm.client.info[0]["dtype"])
+        tiny = 1.05 * 128 * kept / 2**30
         with LLM(
-            str(storyteller), ranks=4, kv_memory_gib=tiny, max_num_batched_tokens=budget, **settings
+            str(model), ranks=ranks, kv_memory_gib=tiny, max_num_batched_tokens=budget, **settings
         ) as mixed:
             together = [o.outputs[0] for o in mixed.generate(prompts, params)]
             for snapshot in mixed.client.snapshots():

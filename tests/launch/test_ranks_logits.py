@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from crossdock.core import load_spec
+from crossdock.core.tensor_parallel import why_not_tp
+
 transformers = pytest.importorskip("transformers")
 
 COMMON = {
@@ -78,6 +81,52 @@ def test_logits_agree_with_transformers(case, ranks: int, run_ranks) -> None:
         np.testing.assert_allclose(logits, want, atol=1e-4, rtol=0)
 
 
+# tp divides neither the tokens of a step nor, with four ranks, the prompts.
+@pytest.mark.parametrize(("ranks", "tp"), [(4, 2), (4, 4)])
+def test_split_attention_agrees_with_transformers(case, ranks: int, tp: int, run_ranks) -> None:
+    model, path = case
+    refusal = why_not_tp(load_spec(path), tp, None)
+    if refusal:
+        assert "norms of queries" in refusal[-1] or f"{tp} does not divide 2 KV heads" in refusal
+        return
+    texts = prompts(ranks + tp, (41, 1, 23, 37, 9))
+    config = {"model": str(path), "ranks": ranks, "tp": tp, "max_num_batched_tokens": 64,
+              "page_size": 4, "max_num_seqs": 8, "kv_memory_gib": 0.02}  # fmt: skip
+    got = run_ranks(config, texts, chunk=7, prefill=25, stagger=1)
+    for text, logits in zip(texts, got, strict=True):
+        with torch.inference_mode():
+            want = model(torch.tensor([text])).logits[0].numpy()
+        np.testing.assert_allclose(logits, want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("attention", ["torch", "triton"])
+def test_split_attention_on_cuda(case, ranks: int, tp: int, attention: str, run_ranks) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    model, path = case
+    if why_not_tp(load_spec(path), tp, None):
+        pytest.skip(f"tp = {tp} cannot split it")
+    texts = prompts(ranks + tp, (41, 1, 23, 37, 9))
+    config = {"model": str(path), "ranks": ranks, "tp": tp, "max_num_batched_tokens": 64,
+              "page_size": 4, "max_num_seqs": 8, "kv_memory_gib": 0.02, "device": "cuda",
+              "dtype": "float32" if attention == "torch" else "bfloat16",
+              "attention": attention}  # fmt: skip
+    got = run_ranks(config, texts, chunk=7, prefill=25, stagger=1)
+    atol = 1e-4
+    if attention == "triton":
+        one = run_ranks({**config, "ranks": 1, "tp": 1}, texts, chunk=7, prefill=25, stagger=1)
+        atol = None
+    for i, (text, logits) in enumerate(zip(texts, got, strict=True)):
+        with torch.inference_mode():
+            want = model(torch.tensor([text])).logits[0].numpy()
+        if atol is not None:
+            np.testing.assert_allclose(logits, want, atol=atol, rtol=0)
+        else:  # no farther from float32 than one rank in BF16
+            assert np.abs(logits - want).mean() < 1.5 * np.abs(one[i] - want).mean() + 1e-3
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_cuda_logits_agree_with_transformers(case, ranks: int, run_ranks) -> None:
@@ -105,6 +154,24 @@ def test_invariant_logits_do_not_depend_on_anything(case, run_ranks) -> None:
     mixed = run_ranks({**config, "ranks": 4}, texts, chunk=7, prefill=25, stagger=1)
     for one, other in zip(alone, mixed, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("DeepseekV3", "bfloat16"), ("Qwen3Moe", "float32")], indirect=["case"]
+)
+def test_invariant_logits_on_gpus(case, dtype: str, run_ranks) -> None:
+    """As on CPUs, on as many as two GPUs; alone is one after another, each prompt in one step."""
+    _, path = case
+    texts = prompts(5, (41, 1, 23, 37, 9))
+    config = {"model": str(path), "ranks": 1, "max_num_batched_tokens": 64, "page_size": 4,
+              "invariant": True, "max_num_seqs": 8, "kv_memory_gib": 0.02, "device": "cuda",
+              "dtype": dtype}  # fmt: skip
+    alone = run_ranks(config, texts, prefill=1000, stagger=1)
+    for chunk, ranks in ((7, min(2, torch.cuda.device_count())), (16, 1)):
+        mixed = run_ranks({**config, "ranks": ranks}, texts, chunk=chunk, prefill=25, stagger=1)
+        for one, other in zip(alone, mixed, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_missing_path_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class Session:
     dtype: torch.dtype = torch.float32
     page_size: int = 4
     num_pages: int = 256
+    kv_dtype: torch.dtype | None = None
     pages: dict[str, list[int]] = field(default_factory=dict)
     done: dict[str, int] = field(default_factory=dict)
 
@@ -44,14 +45,18 @@ class Session:
             self.spec.num_layers,
             self.num_pages,
             self.page_size,
-            self.dtype,
-            "cpu",
+            self.kv_dtype or self.dtype,
+            self.device,
         )
         for index in range(self.spec.num_layers):
             for tensor in self.kv.layer(index):
-                tensor.normal_()
+                tensor.copy_(torch.randn(tensor.shape))
         generator = torch.Generator().manual_seed(0)
         self.free = torch.randperm(self.num_pages, generator=generator).tolist()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embedding_VH.device
 
     @torch.inference_mode()
     def step(self, work: dict[str, list[int]]) -> dict[str, Tensor]:
@@ -75,19 +80,25 @@ class Session:
         table = [self.pages[name] + [0] * (width - len(self.pages[name])) for name in order]
         lens = tuple(len(work[name]) for name in order)
         batch = ForwardBatch(
-            tokens_T=torch.tensor(tokens, dtype=torch.int64),
-            positions_T=torch.tensor(positions, dtype=torch.int64),
-            kv_slots_T=torch.tensor(slots, dtype=torch.int64),
-            keys_T=torch.tensor(positions, dtype=torch.int64),
+            tokens_T=self._ids(tokens),
+            positions_T=self._ids(positions),
+            kv_slots_T=self._ids(slots),
+            keys_T=self._ids(positions),
             query_lens=lens,
             kv_lens=tuple(kv_lens),
-            page_table_BP=torch.tensor(table, dtype=torch.int64).view(len(order), width),
-            sample_rows=torch.tensor([], dtype=torch.int64),
+            page_table_BP=self._ids(table).view(len(order), width),
+            sample_rows=self._ids([]),
             num_decodes=sum(n == 1 for n in lens),
+            kv_lens_B=self._ids(kv_lens).int(),
+            prefill_starts_B1=self._ids([0, *(n for n in lens if n > 1)]).cumsum(0).int(),
+            prefill_keys=sum(kv for n, kv in zip(lens, kv_lens, strict=True) if n > 1),
         )
         hidden_TH = drain(self.model.forward(batch, self.kv))
-        rows = self.model.logits(hidden_TH).split(lens) if lens else ()
+        rows = self.model.logits(hidden_TH).cpu().split(lens) if lens else ()
         return dict(zip(order, rows, strict=True))
+
+    def _ids(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def drop(self, name: str) -> None:
         self.free += self.pages.pop(name)
@@ -109,11 +120,13 @@ def make_session(
     invariant: bool = False,
     dtype: torch.dtype = torch.float32,
     page_size: int = 4,
+    kv_dtype: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> Session:
     placement = linear_placement(len(spec.moe_layers), spec.moe.num_experts, 1)
     context = ModelContext(
         rank=0,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         dtype=dtype,
         invariant=invariant,
         placement=placement,
@@ -122,7 +135,9 @@ def make_session(
         max_model_len=spec.max_position,
     )
     with torch.inference_mode():
-        return Session(build_model(spec, source, context), spec, dtype, page_size)
+        return Session(
+            build_model(spec, source, context), spec, dtype, page_size, kv_dtype=kv_dtype
+        )
 
 
 @pytest.fixture

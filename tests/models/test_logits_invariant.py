@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from crossdock.core import GQASpec, MLASpec, ModelSpec, MoESpec, RopeSpec
+from crossdock.layers import choose_products
+from crossdock.layers.attention.backend import invariant_attention
+from crossdock.models import base
 
 MOE = MoESpec(8, 3, 24, norm_topk_prob=True)
 SIGMOID = MoESpec(
@@ -41,8 +44,8 @@ SPECS = {
 class RandomWeights:
     """Any tensor that is asked for, the same for the same name."""
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: str = "cpu"):
+        self.dtype, self.device = dtype, device
 
     def has(self, name: str) -> bool:
         return "gate_up_proj" not in name
@@ -53,7 +56,7 @@ class RandomWeights:
         )
         tensor = torch.randn(shape, generator=generator)
         tensor = 1 + 0.2 * tensor if len(shape) == 1 else tensor * 1.5 * shape[-1] ** -0.5
-        return tensor if fp32 else tensor.to(self.dtype)
+        return tensor.to(self.device, torch.float32 if fp32 else self.dtype)
 
     def get_slice(
         self, name: str, index: int, shape: tuple[int, ...], fp32: bool = False
@@ -66,12 +69,13 @@ def prompt(length: int, seed: int, vocab: int) -> list[int]:
     return torch.randint(vocab, (length,), generator=generator).tolist()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", SPECS)
-def test_logits_are_the_same_bits(name: str, dtype: torch.dtype, session) -> None:
-    spec = SPECS[name]
+def test_logits_are_the_same_bits(name: str, dtype: torch.dtype, device: str, session) -> None:
+    spec, source = SPECS[name], RandomWeights(dtype, device)
     make = lambda **options: session(  # noqa: E731
-        spec, RandomWeights(dtype), invariant=True, dtype=dtype, **options
+        spec, source, invariant=True, dtype=dtype, device=device, **options
     )
     tokens = prompt(161, 1, spec.vocab_size)  # more than one key block
     others = {f"o{i}": prompt(n, 10 + i, spec.vocab_size) for i, n in enumerate((1, 2, 37, 130))}
@@ -99,6 +103,24 @@ def test_logits_are_the_same_bits(name: str, dtype: torch.dtype, session) -> Non
     assert torch.equal(prefix.step({"y": tokens[96:]})["y"], want[96:]), "cached prefix"
 
 
+@pytest.mark.parametrize("name", ["mla", "gqa"])
+def test_an_fp8_cache_keeps_it(name: str, session) -> None:
+    """Codes and scales of a row are its own; what they cost, in logits."""
+    spec = SPECS[name]
+    make = lambda **options: session(  # noqa: E731
+        spec, RandomWeights(torch.float32), invariant=True, **options
+    )
+    small = lambda: make(kv_dtype=torch.float8_e4m3fn)  # noqa: E731
+    tokens = prompt(150, 3, spec.vocab_size)
+    exact, want = make().step({"x": tokens})["x"], small().step({"x": tokens})["x"]
+    mixed, rows = small(), []
+    for a, b in pairwise([0, 70, 71, 150]):
+        rows.append(mixed.step({f"o{a}": tokens[b:][:5] or [1], "x": tokens[a:b]})["x"])
+    assert torch.equal(torch.cat(rows), want)
+    error_T = (want - exact).norm(dim=1) / exact.norm(dim=1)
+    assert 0.001 < error_T.median() < 0.15  # some tokens go to other experts
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_close_to_ordinary_mode(name: str, session) -> None:
     spec, source = SPECS[name], RandomWeights(torch.float32)
@@ -107,3 +129,34 @@ def test_close_to_ordinary_mode(name: str, session) -> None:
         session(spec, source, invariant=mode).step({"x": tokens})["x"] for mode in (True, False)
     )
     assert (invariant - ordinary).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("name", "fp8"), [("mla", False), ("mla", True), ("gqa", False)])
+def test_what_gpus_run_is_close_to_torch(name: str, fp8: bool, session, monkeypatch) -> None:
+    """Their products and attention, in Triton's interpreter where there is none."""
+    spec, source = SPECS[name], RandomWeights(torch.float32)
+    kv_dtype = torch.float8_e4m3fn if fp8 else None
+    tokens = {"x": prompt(35, 4, spec.vocab_size), "y": prompt(1, 5, spec.vocab_size)}
+    want = session(spec, source, invariant=True, kv_dtype=kv_dtype).step(tokens)
+    products = choose_products(True, torch.device("cuda"))
+    monkeypatch.setattr(base, "choose_products", lambda *_: products)
+    monkeypatch.setattr(base, "choose_attention", lambda *_: invariant_attention(torch.float32))
+    ours = session(spec, source, invariant=True, kv_dtype=kv_dtype)
+    assert ours.model.attention.name == "invariant"
+    got = ours.step({"x": tokens["x"][:20]})["x"]
+    rest = ours.step({"x": tokens["x"][20:], "y": tokens["y"]})
+    assert (torch.cat((got, rest["x"])) - want["x"]).abs().max() < 1e-4
+    assert (rest["y"] - want["y"]).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+def test_gpus_agree_with_cpus(name: str, session) -> None:
+    spec, tokens = SPECS[name], prompt(150, 2, SPECS[name].vocab_size)
+    cpu, cuda = (
+        session(spec, RandomWeights(torch.float32, device), invariant=True, device=device).step(
+            {"x": tokens}
+        )["x"]
+        for device in ("cpu", "cuda")
+    )
+    assert (cpu - cuda).abs().max() < 1e-4

@@ -24,7 +24,7 @@ from crossdock.core import (
     SamplingParams,
     ServerConfig,
 )
-from crossdock.core.messages import Snapshot
+from crossdock.core.messages import Snapshot, Traced
 from crossdock.metrics import GatewayMetrics
 from crossdock.metrics.rebalances import Rebalances
 from crossdock.server import claim_port, create_app
@@ -137,6 +137,16 @@ class FakeBalancer:
         return self.act(policy)
 
 
+class FakeTraces:
+    """`act` plays a trace; called with the steps and the timeout."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[int, float], list[Traced]] = lambda steps, timeout: []
+
+    def record(self, steps: int, timeout: float) -> list[Traced]:
+        return self.act(steps, timeout)
+
+
 @dataclass
 class FakeClient:
     """Plays `script` for every choice from threads of its own; with `permits`, an update each."""
@@ -146,12 +156,14 @@ class FakeClient:
     max_model_len: int = 128
     model_name: str = "storyteller"
     failure: str | None = None
+    ceilings: None = None
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     submitted: list[Any] = field(default_factory=list)
     aborts: queue.Queue = field(default_factory=queue.Queue)
     snapshot_list: list[Snapshot] = field(default_factory=list)
     recording: FakeRecording = field(default_factory=FakeRecording)
     balancer: FakeBalancer = field(default_factory=FakeBalancer)
+    traces: FakeTraces = field(default_factory=FakeTraces)
 
     def __post_init__(self) -> None:
         self.config, self.spec = EngineConfig(model="m", ranks=2), SPEC

@@ -54,10 +54,18 @@ def nvlink_layouts(
     fp8: bool = False,
     per_expert: bool = False,
     low_latency_tokens: int = LOW_LATENCY_TOKENS,
+    dispatch_mode: str = "auto",
 ) -> tuple[NvlinkLayout, NvlinkLayout | None]:
     """Of steps with up to `max_tokens` tokens per rank, and of those with few, which travel with
-    low latency; None where the first is that already."""
+    low latency; None where the first is that already. dispatch_mode "normal": of all steps in that
+    mode; "low_latency": of as many tokens at once as that mode takes."""
+    if dispatch_mode == "low_latency":
+        max_tokens = min(max_tokens, low_latency_tokens)
+    if dispatch_mode == "normal":
+        low_latency_tokens = 0
     normal = NvlinkLayout(
         ranks, max_tokens, hidden, top_k, itemsize, fp8, per_expert, low_latency_tokens
     )
-    return normal, None if normal.low_latency else replace(normal, max_tokens=low_latency_tokens)
+    if normal.low_latency or dispatch_mode == "normal":
+        return normal, None
+    return normal, replace(normal, max_tokens=low_latency_tokens)

@@ -63,6 +63,11 @@ class ExchangeState:
         self.tokens_R = self._new((SETS, layout.ranks), torch.int32)
         self.places = self._new((SETS, layout.cells, MAX_K), torch.int32)
         self.weights = self._new((SETS, layout.cells, MAX_K), torch.float32)
+        self._words: list[list[tuple[Tensor, Tensor]]] = []
+        self._records: list[Tensor] = []
+        self._staged: list[tuple[Tensor, Tensor | None]] = []
+        self._home: list[Tensor] = []
+        self._lay_out()
 
     def check(self) -> None:
         """See `NvlinkExchange.check`."""
@@ -95,34 +100,45 @@ class ExchangeState:
 
     def words(self, at: int, phase: int) -> tuple[Tensor, Tensor]:
         """Counts [R] and flags [R * units] that the peers raise here."""
-        layout = self.layout
-        start = at * layout.set_bytes
-        counts = self.buffer.view(start + layout.counts(phase), (layout.ranks,), torch.int64)
-        flags = (layout.ranks * (layout.units, layout.home_units)[phase],)
-        return counts, self.buffer.view(start + layout.flags(phase), flags, torch.int64)
+        return self._words[at][phase]
 
     def records(self, at: int) -> Tensor:
-        layout = self.layout
-        start = at * layout.set_bytes + layout.records
-        return self.buffer.view(start, (layout.cells, 2 * MAX_K), torch.int32)
+        return self._records[at]
 
     def staged(self, at: int) -> tuple[Tensor, Tensor | None]:
         """Rows [N, H] and, in FP8, their scales [N, H / 128]."""
-        layout = self.layout
-        start, dtype = at * layout.set_bytes, torch.float8_e4m3fn if layout.fp8 else self.dtype
-        shape = (layout.cells, layout.hidden)
-        rows = self.buffer.view(start + layout.rows, shape, dtype)
-        if not layout.fp8:
-            return rows, None
-        groups = (layout.cells, layout.hidden // 128)
-        return rows, self.buffer.view(start + layout.scales, groups, torch.float32)
+        return self._staged[at]
 
     def home(self, at: int) -> Tensor:
         """Rows that came home [R * T, H] or, per expert, [T * K, H]."""
-        layout = self.layout
-        cells = layout.max_tokens * layout.top_k if layout.per_expert else layout.cells
-        start = at * layout.set_bytes + layout.home
-        return self.buffer.view(start, (cells, layout.hidden), self.dtype)
+        return self._home[at]
+
+    def _lay_out(self) -> None:
+        """Views of the buffer, made once: making one takes the host as long as a launch."""
+        layout, view, wide = self.layout, self.buffer.view, self.layout.hidden
+        wire = torch.float8_e4m3fn if layout.fp8 else self.dtype
+        home_rows = layout.max_tokens * layout.top_k if layout.per_expert else layout.cells
+        for at in range(SETS):
+            start = at * layout.set_bytes
+            counts, flags = (
+                [
+                    view(start + where(phase), (layout.ranks * units,), torch.int64)
+                    for phase, units in enumerate(sizes)
+                ]
+                for where, sizes in (
+                    (layout.counts, (1, 1)),
+                    (layout.flags, (layout.units, layout.home_units)),
+                )
+            )
+            self._words.append(list(zip(counts, flags, strict=True)))
+            shape = (layout.cells, 2 * MAX_K)
+            self._records.append(view(start + layout.records, shape, torch.int32))
+            rows = view(start + layout.rows, (layout.cells, wide), wire)
+            scales = None
+            if layout.fp8:
+                scales = view(start + layout.scales, (layout.cells, wide // 128), torch.float32)
+            self._staged.append((rows, scales))
+            self._home.append(view(start + layout.home, (home_rows, wide), self.dtype))
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)

@@ -229,6 +229,12 @@ class NvlinkTransport:
             lane.told = rows
         return self._paths.totals()
 
+    def check(self) -> None:
+        """Raises: as `NvlinkExchange.check`."""
+        for lane in (self._normal, self._low_latency):
+            if lane is not None:
+                lane.exchange.check()
+
     def close(self) -> None:
         """The memory ends with its last mapping."""
 

@@ -32,17 +32,20 @@ class AttentionBackend:
 def choose_attention(
     name: AttentionName, device: torch.device, dtype: torch.dtype, invariant: bool
 ) -> AttentionBackend:
-    """auto: "triton" on a GPU in 16 bits, "torch" elsewhere and in invariant mode.
+    """auto: "triton" on a GPU in 16 bits, "torch" elsewhere; in invariant mode "torch", or on a GPU
+    "invariant".
 
     Raises:
         ConfigError: "triton" where it cannot run.
     """
     reasons = {
-        "invariant mode has one attention path, torch's": invariant,
+        "invariant mode has one attention path, its own": invariant,
         f"its kernels need a GPU, not {device.type}": device.type != "cuda",
         f"its kernels are made for 16 bits, not {dtype}": dtype.itemsize != 2,
     }
     against = next((reason for reason, holds in reasons.items() if holds), None)
+    if name != "triton" and invariant and device.type == "cuda":
+        return invariant_attention(dtype)
     if name == "torch" or (name == "auto" and against):
         return _torch("as asked" if name == "torch" else str(against), device, dtype, invariant)
     if against:
@@ -57,6 +60,21 @@ def _torch(
         return AttentionPlanner(rope, dtype, getattr(spec, "sliding_window", None), invariant)
 
     return AttentionBackend("torch", reason, GQAttention, MLAttention, planner)
+
+
+def invariant_attention(dtype: torch.dtype) -> AttentionBackend:
+    """Torch's layers around a kernel of fixed tiles."""
+    from crossdock.kernels.attention_invariant import tile_tokens  # imports triton
+
+    def planner(spec: GQASpec | MLASpec, rope: Rope) -> AttentionPlanner:
+        sharing = spec.num_heads
+        if isinstance(spec, GQASpec):
+            sharing //= spec.num_kv_heads
+        window = getattr(spec, "sliding_window", None)
+        return AttentionPlanner(rope, dtype, window, True, tile_tokens(sharing, dtype))
+
+    reason = "a row's bits do not depend on others"
+    return AttentionBackend("invariant", reason, GQAttention, MLAttention, planner)
 
 
 def triton_attention(device: torch.device) -> AttentionBackend:

@@ -1,5 +1,5 @@
 """Attention of invariant mode: each row by itself, key blocks in order, online softmax in float32
-(FlashAttention, arXiv 2205.14135, section 3.1).
+(FlashAttention, arXiv 2205.14135, section 3.1); in torch, and by a kernel of fixed tiles on GPUs.
 
 Blocks lie at fixed positions of the sequence and every product has a fixed shape per row, so
 neither chunks, nor other rows, nor the page size change a bit; a block that a row cannot see leaves
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from crossdock.layers.attention.plan import KEY_BLOCK, KeyBlock
+from crossdock.layers.attention.plan import KEY_BLOCK, FixedRows, KeyBlock
 from crossdock.layers.linear import pad_width
 
 ReadBlock = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,3 +40,19 @@ def blockwise_attention(
         best = higher
     assert out is not None  # a row sees at least itself
     return out.div_(total).view(T, G, M, -1)[..., : v.shape[-1]]
+
+
+def fixed_attention(
+    q_ThD: Tensor,
+    cache: tuple[Tensor, ...],
+    rows: FixedRows,
+    scale: float,
+    latent: int | None = None,
+) -> Tensor:
+    """As `kernels.attention_invariant`."""
+    from crossdock.kernels.attention_invariant import attention_invariant  # imports triton
+
+    return attention_invariant(
+        q_ThD, cache, rows.tiles_W3, rows.positions_T, rows.table_BP, scale, rows.page_size, latent,
+        rows.window,
+    )  # fmt: skip

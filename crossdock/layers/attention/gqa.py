@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.core import GQASpec, Group
-from crossdock.layers.attention.blockwise import blockwise_attention
+from crossdock.layers.attention.blockwise import blockwise_attention, fixed_attention
+from crossdock.layers.attention.cached import read_rows, write_rows
 from crossdock.layers.attention.plan import (
     KEY_BLOCK,
     AttentionPlan,
@@ -41,12 +42,16 @@ class GQAttention:
         self.scale = spec.head_dim**-0.5
         self.norms: tuple[RMSNorm, ...] = ()
         if weights.q_norm is not None and weights.k_norm is not None:
-            self.norms = (RMSNorm(weights.q_norm, eps), RMSNorm(weights.k_norm, eps))
+            self.norms = (
+                RMSNorm(weights.q_norm, eps, products.invariant),
+                RMSNorm(weights.k_norm, eps, products.invariant),
+            )
 
     def __call__(self, x_TH: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> Tensor:
-        """[T, H] to [T, H]; first writes the rows' keys and values to `cache`."""
+        """[T, H] to [t, H]; first writes the rows' keys and values to `cache`, as `KVCache` has
+        it."""
         q_ThD = self._project(x_TH, cache, plan)
-        if plan.blocks:
+        if plan.by_row:
             out_TV = self._invariant(q_ThD, cache, plan)
         else:
             parts = (
@@ -56,7 +61,7 @@ class GQAttention:
             )
             parts += [self._prefill(q_ThD[p.start : p.end], cache, p) for p in plan.prefills]
             out_TV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.group.all_reduce(self.products.matmul(out_TV, self.w.out, self.w.out_bias))
+        return self.group.reduce_scatter(self.products.matmul(out_TV, self.w.out, self.w.out_bias))
 
     def _project(self, x_TH: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> Tensor:
         """Turned queries [T, h, D]; keys and values go to the cache."""
@@ -70,8 +75,9 @@ class GQAttention:
             qk, v = qk.clamp(-s.clip_qkv, s.clip_qkv), v.clamp(-s.clip_qkv, s.clip_qkv)
         qk_ThD = rotate(qk.view(-1, heads, s.head_dim), plan.cos_T1D, plan.sin_T1D)
         q_ThD, k_TkD = qk_ThD.split((s.num_heads, s.num_kv_heads), dim=1)
-        cache[0].index_copy_(0, plan.slots_T, k_TkD)
-        cache[1].index_copy_(0, plan.slots_T, v.view(-1, s.num_kv_heads, s.head_dim))
+        v_TkD = v.view(-1, s.num_kv_heads, s.head_dim)
+        for (rows, scales), x_TkD in zip(_halves(cache), (k_TkD, v_TkD), strict=True):
+            write_rows(rows, scales, plan.slots_T, x_TkD)
         return q_ThD
 
     def _normed(self, qk: Tensor) -> Tensor:
@@ -91,7 +97,10 @@ class GQAttention:
 
         def attend(q_BGMD: Tensor, group: DecodeGroup) -> Tensor:
             B, G, M, _ = q_BGMD.shape
-            k, v = (t.index_select(0, group.slots).view(B, -1, *t.shape[1:]) for t in cache)
+            k, v = (
+                read_rows(rows, scales, group.slots, q_BGMD.dtype).view(B, -1, *rows.shape[1:])
+                for rows, scales in _halves(cache)
+            )
             # Spelled out per head: the fused GPU kernels do not broadcast a bias over query rows.
             bias = group.bias_BN[:, None, None].expand(B, G, M, -1)
             return F.scaled_dot_product_attention(
@@ -102,7 +111,10 @@ class GQAttention:
         return rows.attend(q_BGMD, attend).flatten(1)
 
     def _prefill(self, q_ThD: Tensor, cache: tuple[Tensor, ...], rows: PrefillRows) -> Tensor:
-        k, v = (t.index_select(0, rows.slots_N).transpose(0, 1)[None] for t in cache)
+        k, v = (
+            read_rows(*half, rows.slots_N, q_ThD.dtype).transpose(0, 1)[None]
+            for half in _halves(cache)
+        )
         out = F.scaled_dot_product_attention(
             q_ThD.transpose(0, 1)[None],
             k,
@@ -115,19 +127,26 @@ class GQAttention:
         return out[0].transpose(0, 1).flatten(1)
 
     def _invariant(self, q_ThD: Tensor, cache: tuple[Tensor, ...], plan: AttentionPlan) -> Tensor:
+        if plan.fixed is not None:
+            return fixed_attention(q_ThD, cache, plan.fixed, self.scale).flatten(1)
         s, T = self.spec, q_ThD.shape[0]
 
         def read(slots: Tensor) -> tuple[Tensor, Tensor]:
             k, v = (
-                t.index_select(0, slots)
+                read_rows(*half, slots, torch.float32)
                 .view(T, KEY_BLOCK, s.num_kv_heads, s.head_dim)
                 .transpose(1, 2)
-                .float()
                 .reshape(-1, KEY_BLOCK, s.head_dim)
-                for t in cache
+                for half in _halves(cache)
             )
             return k, v
 
         q_TGMD = q_ThD.unflatten(1, (s.num_kv_heads, -1))
         out = blockwise_attention(q_TGMD, plan.blocks, read, self.scale)
         return out.flatten(1).to(q_ThD.dtype)
+
+
+def _halves(cache: tuple[Tensor, ...]) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    """(rows, scales or None) of keys and of values."""
+    k_scales, v_scales = cache[2:] or (None, None)
+    return (cache[0], k_scales), (cache[1], v_scales)

@@ -1,6 +1,5 @@
 """Grouped-query attention on Triton kernels; `gqa.py` is its torch form."""
 
-import torch
 from torch import Tensor
 
 from crossdock.core import GQASpec, Group
@@ -23,7 +22,7 @@ class PagedGQAttention:
             self.norms = (weights.q_norm, weights.k_norm)
 
     def __call__(self, x_TH: Tensor, cache: tuple[Tensor, ...], plan: PagedPlan) -> Tensor:
-        """[T, H] to [T, H]; first writes the rows' keys and values to `cache`: k, v [S, g, D],
+        """[T, H] to [t, H]; first writes the rows' keys and values to `cache`: k, v [S, g, D],
         and for E4M3 their scales [S, g]."""
         qkv_TC = self.products.matmul(x_TH, self.w.qkv, self.w.qkv_bias)
         q_ThD = gqa_norm_rope_write(
@@ -32,19 +31,20 @@ class PagedGQAttention:
         )  # fmt: skip
         k, v, *rest = cache
         scales = (rest[0], rest[1]) if rest else None
-        parts, scale = [], self.scale
+        decoded = prefilled = None
+        scale = self.scale
         if plan.decode is not None:
             d = plan.decode
-            parts.append(
-                decode_gqa(q_ThD[: d.count], k, v, d.table_BP, d.lens_B, d.split, scale,
-                           plan.page_size, plan.window, scales)
+            decoded = decode_gqa(
+                q_ThD[: d.count], k, v, d.table_BP, d.lens_B, d.split, scale, plan.page_size,
+                plan.window, scales,
             )  # fmt: skip
         if plan.prefill is not None:
             p = plan.prefill
-            parts.append(
-                prefill_gqa(q_ThD[p.start :], k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale,
-                            plan.page_size, plan.window, scales)
+            prefilled = prefill_gqa(
+                q_ThD[p.start :], k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale,
+                plan.page_size, plan.window, scales,
             )  # fmt: skip
-        out_ThD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out_ThD = plan.join(decoded, prefilled)
         out_TH = self.products.matmul(out_ThD.flatten(1), self.w.out, self.w.out_bias)
-        return self.group.all_reduce(out_TH)
+        return self.group.reduce_scatter(out_TH)

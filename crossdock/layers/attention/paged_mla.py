@@ -39,7 +39,7 @@ class PagedMLAttention:
         self.up_v_hLV = self.up_hCL[:, spec.qk_nope_head_dim :].transpose(1, 2)
 
     def __call__(self, x_TH: Tensor, cache: tuple[Tensor, ...], plan: PagedPlan) -> Tensor:
-        """[T, H] to [T, H]; first writes the rows' latents to `cache`: [S, L + R], and for E4M3
+        """[T, H] to [t, H]; first writes the rows' latents to `cache`: [S, L + R], and for E4M3
         its scales [S, 2]."""
         s, matmul = self.spec, self.products.matmul
         a = matmul(x_TH, self.w.a, self.w.a_bias)
@@ -53,15 +53,15 @@ class PagedMLAttention:
             q_ThR, a[:, -s.kv_width :], self.w.kv_norm, self.eps, plan.cos_PD, plan.sin_PD,
             plan.positions_T, plan.slots_T, cache,
         )  # fmt: skip
-        parts = []
+        decoded = prefilled = None
         if plan.decode is not None:
             n = plan.decode.count
-            parts.append(self._decode(q_ThP[:n], q_ThR[:n], cache, plan.decode, plan.page_size))
+            decoded = self._decode(q_ThP[:n], q_ThR[:n], cache, plan.decode, plan.page_size)
         if plan.prefill is not None:
             n = plan.prefill.start
-            parts.append(self._prefill(q_ThP[n:], q_ThR[n:], cache, plan.prefill))
-        out_TV = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.group.all_reduce(matmul(out_TV, self.w.out, self.w.out_bias))
+            prefilled = self._prefill(q_ThP[n:], q_ThR[n:], cache, plan.prefill)
+        out_TV = plan.join(decoded, prefilled)
+        return self.group.reduce_scatter(matmul(out_TV, self.w.out, self.w.out_bias))
 
     def _decode(
         self, q_BhP: Tensor, q_BhR: Tensor, cache: tuple[Tensor, ...], d: PagedDecode, page: int

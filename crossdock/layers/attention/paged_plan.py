@@ -1,7 +1,6 @@
 """What all layers of one forward share on the kernels' path: a few tensors on the device.
 
-Nothing is read back to the host, so that a decode step can be captured in a CUDA graph: its inputs
-lie in `DecodeBuffers`, at addresses that stay, and the plan of a size is made of views of them.
+Nothing is read back to the host, so that a step can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ class PagedDecode:
 @dataclass(frozen=True, eq=False)
 class PagedPrefill:
     """The rows from `start` on. cu_q_B1: where sequences start among them. MLA expands the keys of
-    all sequences, one after another: cu_k_B1, and the slot of each, slots_N."""
+    all sequences, one after another: cu_k_B1, and the slot of each, slots_N (beyond the last key
+    any slot)."""
 
     start: int
     table_BP: Tensor
@@ -53,6 +53,21 @@ class PagedPlan:
     decode: PagedDecode | None = None
     prefill: PagedPrefill | None = None
 
+    def join(self, decoded: Tensor | None, prefilled: Tensor | None) -> Tensor:
+        """What both kinds of rows came to, in the order of the rows."""
+        if decoded is None or prefilled is None:
+            one = prefilled if decoded is None else decoded
+            assert one is not None
+            return one
+        assert self.decode is not None and self.prefill is not None
+        if self.prefill.start:
+            return torch.cat((decoded, prefilled))
+        # Captured: only the device knows where decodes end and prompts begin.
+        n, lens_B = self.decode.count, self.decode.lens_B
+        is_decode = (lens_B > 0).view(-1, *(1,) * (decoded.dim() - 1))
+        torch.where(is_decode, decoded, prefilled[:n], out=prefilled[:n])
+        return prefilled
+
 
 class PagedPlanner:
     def __init__(self, spec: GQASpec | MLASpec, rope: Rope, device: torch.device):
@@ -66,79 +81,35 @@ class PagedPlanner:
         self.tile = tile_tokens(group)
 
     def __call__(self, batch: ForwardBatch, page_size: int) -> PagedPlan:
-        device = batch.positions_T.device
-        lens_B = torch.tensor(batch.kv_lens, dtype=torch.int32).to(device, non_blocking=True)
         n = batch.num_decodes
-        decode = self.decode(batch.page_table_BP[:n], lens_B[:n]) if n else None
-        prefill = self._prefill(batch, lens_B, page_size) if n < len(batch.kv_lens) else None
-        return self.plan(batch.positions_T, batch.kv_slots_T, page_size, decode, prefill)
+        return PagedPlan(
+            batch.positions_T,
+            batch.kv_slots_T,
+            self.rope.cos_PD,
+            self.rope.sin_PD,
+            page_size,
+            self.window,
+            self._decode(batch.page_table_BP[:n], batch.kv_lens_B[:n]) if n else None,
+            None if batch.prefill_starts_B1 is None else self._prefill(batch, page_size),
+        )
 
-    def plan(
-        self,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        page_size: int,
-        decode: PagedDecode | None,
-        prefill: PagedPrefill | None = None,
-    ) -> PagedPlan:
-        cos, sin = self.rope.cos_PD, self.rope.sin_PD
-        return PagedPlan(positions_T, slots_T, cos, sin, page_size, self.window, decode, prefill)
-
-    def decode(self, table_BP: Tensor, lens_B: Tensor) -> PagedDecode:
+    def _decode(self, table_BP: Tensor, lens_B: Tensor) -> PagedDecode:
         split = split_keys(lens_B, self.slots, self.window)
         return PagedDecode(lens_B.shape[0], table_BP, lens_B, split)
 
-    def _prefill(self, batch: ForwardBatch, lens_B: Tensor, page_size: int) -> PagedPrefill:
-        n = batch.num_decodes
-        rows = batch.num_tokens - n
-        queries = torch.tensor((0, *batch.query_lens[n:]), dtype=torch.int32)
-        cu_q = queries.cumsum(0, dtype=torch.int32).to(lens_B.device, non_blocking=True)
-        split = split_queries(cu_q, rows, self.tile)
-        table_BP, lens_B = batch.page_table_BP[n:], lens_B[n:]
+    def _prefill(self, batch: ForwardBatch, page_size: int) -> PagedPrefill:
+        n, cu_q = batch.num_decodes, batch.prefill_starts_B1
+        assert cu_q is not None
+        start = 0 if batch.rows_1 is not None else n
+        split = split_queries(cu_q, batch.num_tokens - start, self.tile)
+        table_BP, lens_B = batch.page_table_BP[n:], batch.kv_lens_B[n:]
         if not self.mla:
-            return PagedPrefill(n, table_BP, lens_B, cu_q, split)
-        keys = sum(batch.kv_lens[n:])
+            return PagedPrefill(start, table_BP, lens_B, cu_q, split)
         cu_k = torch.zeros_like(cu_q)
         torch.cumsum(lens_B, 0, dtype=torch.int32, out=cu_k[1:])
-        seq_N = torch.repeat_interleave(lens_B, output_size=keys)
-        pos_N = torch.arange(keys, device=lens_B.device) - cu_k[seq_N]
-        slots_N = table_BP[seq_N, pos_N // page_size] * page_size + pos_N % page_size
-        return PagedPrefill(n, table_BP, lens_B, cu_q, split, cu_k, slots_N)
-
-
-class DecodeBuffers:
-    """Inputs of captured decode steps, of up to `rows` sequences and `pages` pages each."""
-
-    def __init__(self, rows: int, pages: int, page_size: int, device: torch.device):
-        make = lambda *shape: torch.zeros(shape, dtype=torch.int64, device=device)  # noqa: E731
-        self.page_size = page_size
-        self.positions_T, self.slots_T, self.table_BP = make(rows), make(rows), make(rows, pages)
-        self.lens_B = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.rows_1 = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def plan(self, planner: PagedPlanner, size: int) -> PagedPlan:
-        """For the first `size` rows; called while capturing, so that each replay cuts anew."""
-        decode = planner.decode(self.table_BP[:size], self.lens_B[:size])
-        return planner.plan(self.positions_T[:size], self.slots_T[:size], self.page_size, decode)
-
-    def load(self, batch: ForwardBatch) -> None:
-        """Before a replay: `batch` holds decodes only. The rows beyond it become empty ones: they
-        see no key, write none, and the router gives them no expert (`rows_1` holds their start).
-
-        Raises:
-            ValueError: more sequences or pages than there is room for, or prefills.
-        """
-        n, width = batch.page_table_BP.shape
-        if batch.num_decodes != n or n > self.table_BP.shape[0] or width > self.table_BP.shape[1]:
-            raise ValueError(
-                f"{n} sequences ({batch.num_decodes} decodes) of {width} pages do not fit buffers"
-                f" for {self.table_BP.shape[0]} decodes of {self.table_BP.shape[1]} pages"
-            )
-        self.slots_T[n:].fill_(-1)
-        self.positions_T[n:].zero_()
-        self.lens_B[n:].zero_()
-        self.rows_1.fill_(n)
-        self.positions_T[:n].copy_(batch.positions_T, non_blocking=True)
-        self.slots_T[:n].copy_(batch.kv_slots_T, non_blocking=True)
-        self.table_BP[:n, :width].copy_(batch.page_table_BP, non_blocking=True)
-        self.lens_B[:n].copy_(torch.tensor(batch.kv_lens, dtype=torch.int32), non_blocking=True)
+        key_N = torch.arange(batch.prefill_keys, dtype=torch.int32, device=cu_k.device)
+        seq_N = torch.searchsorted(cu_k[1:], key_N, right=True).clamp_(max=len(lens_B) - 1)
+        pos_N = key_N - cu_k[seq_N]
+        page_N = (pos_N // page_size).clamp_(max=table_BP.shape[1] - 1)
+        slots_N = table_BP[seq_N, page_N] * page_size + pos_N % page_size
+        return PagedPrefill(start, table_BP, lens_B, cu_q, split, cu_k, slots_N)

@@ -1,7 +1,8 @@
 """What all layers of one forward share: positions, cache slots, masks. Built once per batch.
 
 Rows go one of two ways. In ordinary mode sequences with one token are padded to one batch and the
-others run one by one; in invariant mode every row is a query of its own over fixed key blocks.
+others run one by one; in invariant mode every row is a query of its own over fixed key blocks, cut
+out in torch on CPUs and by a kernel on GPUs.
 """
 
 from collections.abc import Callable
@@ -68,6 +69,17 @@ class KeyBlock:
 
 
 @dataclass(frozen=True, eq=False)
+class FixedRows:
+    """What `kernels.attention_invariant` takes. tiles_W3: int32 (sequence, first row, rows)."""
+
+    tiles_W3: Tensor
+    positions_T: Tensor
+    table_BP: Tensor
+    page_size: int
+    window: int | None
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     cos_T1D: Tensor
     sin_T1D: Tensor
@@ -75,19 +87,30 @@ class AttentionPlan:
     decodes: DecodeRows | None = None
     prefills: tuple[PrefillRows, ...] = ()
     blocks: tuple[KeyBlock, ...] = ()
+    fixed: FixedRows | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Of invariant mode."""
+        return bool(self.blocks) or self.fixed is not None
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlanner:
-    """`window`: how many tokens back a token sees, itself included; None is all of them."""
+    """`window`: how many tokens back a token sees, itself included; None is all of them.
+    `tile_tokens`: most rows of a tile of the kernel of invariant mode; None: without a kernel."""
 
     rope: Rope
     dtype: torch.dtype
     window: int | None
     invariant: bool
+    tile_tokens: int | None = None
 
     def __call__(self, batch: ForwardBatch, page_size: int) -> AttentionPlan:
         cos, sin = self.rope.at(batch.positions_T)
+        if self.tile_tokens is not None:
+            fixed = self._fixed(batch, page_size, self.tile_tokens)
+            return AttentionPlan(cos, sin, batch.kv_slots_T, fixed=fixed)
         if self.invariant:
             blocks = self._blocks(batch, page_size)
             return AttentionPlan(cos, sin, batch.kv_slots_T, blocks=blocks)
@@ -123,6 +146,14 @@ class AttentionPlanner:
             rows.append(PrefillRows(start, end, _slots(pages, page_size)[0, :seen], bias))
             start = end
         return tuple(rows)
+
+    def _fixed(self, batch: ForwardBatch, page_size: int, step: int) -> FixedRows:
+        tiles, start = [], 0
+        for sequence, rows in enumerate(batch.query_lens):
+            tiles += [(sequence, start + i, min(step, rows - i)) for i in range(0, rows, step)]
+            start += rows
+        tiles_W3 = torch.tensor(tiles, dtype=torch.int32).to(batch.positions_T.device)
+        return FixedRows(tiles_W3, batch.positions_T, batch.page_table_BP, page_size, self.window)
 
     def _blocks(self, batch: ForwardBatch, page_size: int) -> tuple[KeyBlock, ...]:
         lens = torch.tensor(batch.query_lens, device=batch.positions_T.device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from crossdock.core import ConfigError, Received
 from crossdock.moe.context import MoEContext, MoEWeights
-from crossdock.moe.experts.rows import GroupedProduct, RowExperts, SlotBySlot
+from crossdock.moe.experts.rows import FixedTiles, GroupedProduct, RowExperts, SlotBySlot
 
 if TYPE_CHECKING:
     from crossdock.moe.experts.device import Products
@@ -62,11 +62,13 @@ def build_experts(weights: MoEWeights, context: MoEContext, top_k: int, rows_S: 
     # The grouped product refuses rows that do not start on 16 bytes; on CUDA it is made for BF16.
     aligned = all(n * itemsize % _ALIGNMENT == 0 for n in (H, width))
     served = context.device.type == "cpu" or context.dtype == torch.bfloat16
-    product: GroupedProduct | SlotBySlot = (
-        SlotBySlot(weights.gate_up_SFH, weights.down_SHF, context)
-        if context.invariant or not aligned or not served
-        else GroupedProduct(weights, context)
-    )
+    product: GroupedProduct | SlotBySlot | FixedTiles
+    if context.invariant and context.device.type == "cuda":
+        product = FixedTiles(weights)
+    elif context.invariant or not aligned or not served:
+        product = SlotBySlot(weights.gate_up_SFH, weights.down_SHF, context)
+    else:
+        product = GroupedProduct(weights, context)
     # Per (row, k): the row, the gate and up halves, their product, the output, and fp32 sums.
     entry_bytes = (2 * H + 3 * width) * itemsize + 4 * H
     rows_at_once = max(1, context.workspace // (top_k * entry_bytes))

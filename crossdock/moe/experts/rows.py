@@ -68,13 +68,32 @@ class SlotBySlot:
         return out_MH
 
 
+class FixedTiles:
+    """All slots in one launch per projection, by kernels of fixed tiles: a row's bits are its own.
+    For invariant mode on GPUs."""
+
+    def __init__(self, weights: MoEWeights):
+        self.slot_tensors = weights.gate_up_SFH, weights.down_SHF
+        self._swiglu = choose_products(True).swiglu
+
+    def __call__(self, permuted: Permuted) -> Tensor:
+        # Imports triton, which ranks on CPUs do without.
+        from crossdock.kernels.linear_invariant import grouped_linear_invariant, tile_ends
+
+        gate_up_SFH, down_SHF = self.slot_tensors
+        ends_S = permuted.ends_S
+        tiles_S = tile_ends(ends_S, permuted.x_MH.dtype)
+        h_MF = grouped_linear_invariant(permuted.x_MH, gate_up_SFH, ends_S, tiles_S)
+        return grouped_linear_invariant(self._swiglu(h_MF), down_SHF, ends_S, tiles_S)
+
+
 class RowExperts:
     """y_NH, reduced, or y_NKH per expert. `rows_at_once`: more are worked on in pieces. rows_S:
     where the rows of each slot are counted."""
 
     def __init__(
         self,
-        product: GroupedProduct | SlotBySlot,
+        product: GroupedProduct | SlotBySlot | FixedTiles,
         per_expert: bool,
         rows_at_once: int,
         rows_S: Tensor,

@@ -1,0 +1,57 @@
+"""What a device reaches at best, as measured: what MFU and MBU are shares of."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from crossdock.core.errors import ConfigError
+from crossdock.core.recipes import find_recipe, read_toml, recipe_names
+
+_OTHERS = {"pcie", "nvl"}
+"""Cards that share a name with a faster one."""
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """`flops_per_s`: dense matrix products at a large shape, in the dtype of the weights;
+    `bytes_per_s`: of a large copy, read and written. `source`: where they are from."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    source: str
+
+
+def ceilings_of(hardware: str, dtype: str) -> Ceilings:
+    """
+    Args:
+        hardware: a shipped kind by name, or a file that `crossdock check --measure` wrote.
+
+    Raises:
+        ConfigError: no such name or file, or it does not know the dtype.
+    """
+    path: Path | None = Path(hardware).expanduser()
+    if path is None or not path.is_file():
+        path = find_recipe("hardware", hardware)
+    if path is None:
+        raise ConfigError(
+            f"no hardware {hardware!r}: neither a file nor one of "
+            f"{', '.join(recipe_names('hardware'))}"
+        )
+    values = read_toml(path)
+    try:
+        rates = values["matmul_tflop_per_s"]
+        memory = values["memory_gbytes_per_s"] * values.get("memory_achievable_share", 1.0)
+        return Ceilings(rates[dtype] * 1e12, memory * 1e9, path.name)
+    except KeyError as error:
+        raise ConfigError(
+            f"{path}: no {error.args[0]}; `crossdock check --measure FILE` writes such a file"
+        ) from None
+
+
+def hardware_of(device_name: str) -> str | None:
+    """The shipped kind of a GPU by what the driver calls it, such as "NVIDIA H200"; None for one
+    that is not shipped."""
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if words & _OTHERS:
+        return None
+    return next((k for k in recipe_names("hardware") if k.split("-")[0] in words), None)

@@ -1,0 +1,223 @@
+"""Steps in CUDA graphs: forward pass and logits, communication included, for a ladder of sizes. A
+rank replays the size on which all agreed, and its rows beyond its own are empty: they see no key,
+write no KV, and go to no expert.
+
+Decodes have graphs of their own. The others take tokens of any kind, decodes first; without them
+the host would launch a step of prompts more slowly than a GPU runs it. What a graph reads and
+writes keeps its address: the inputs here, weights, cache, the maps from logical to physical
+experts, peer pointers and the epochs of exchanges. So a change of placement needs no new capture.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from crossdock.core import KV, ForwardBatch, Model, OverlapMode, Plan
+from crossdock.core.batch import GraphSize
+from crossdock.engine.batch import Drawn, lay_out
+from crossdock.engine.drive import drive, drive_both
+from crossdock.engine.prompt_inputs import PromptInputs, keys_of
+from crossdock.engine.transfer import to_device
+from crossdock.kernels.decode_inputs import DecodeInputs, load_decodes
+from crossdock.metrics import Recorder, StepTiming
+
+_FEW = (1, 2, 4, 8, 16)
+_STEPS = ((32, 128), (64, 512), (128, 1 << 30))
+"""(rows between two sizes, up to so many rows)."""
+_LEAST_TOKENS = 256
+"""Of the smallest step with prompts; each next one is twice as large."""
+DECODES, PROMPTS, EAGER = range(3)
+"""What a rank's plan needs, by rising claims: so a step takes the most that any rank needs."""
+
+
+def decode_sizes(most: int) -> tuple[int, ...]:
+    """Rows up to `most`, itself the last: a batch replays the next larger one."""
+    sizes = [size for size in _FEW if size < most]
+    size = 32
+    while size < most:
+        sizes.append(size)
+        size += next(step for step, end in _STEPS if size < end)
+    return (*sizes, most)
+
+
+def prompt_sizes(least: int, most: int) -> tuple[int, ...]:
+    """Tokens from `least` or a little more up to `most`, itself the last."""
+    sizes = [most]
+    while sizes[0] // 2 >= max(least, _LEAST_TOKENS):
+        sizes.insert(0, sizes[0] // 2)
+    return tuple(sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """`timing`: of one with events inside."""
+
+    graph: torch.cuda.CUDAGraph
+    timing: StepTiming | None
+
+
+class StepGraphs:
+    """All ranks capture and replay the same graphs in the same order, since exchanges inside wait
+    for those of the others.
+
+    Args:
+        max_num_seqs, max_num_batched_tokens: of a step.
+        max_model_len: tokens of the longest sequence.
+        vocab_size: of the logits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KV,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        device: torch.device,
+        recorder: Recorder,
+    ):
+        self.model, self.kv, self.device, self._recorder = model, kv, device, recorder
+        sequences = min(max_num_seqs, max_num_batched_tokens)
+        self.decode_sizes = decode_sizes(sequences)
+        self.prompt_sizes = prompt_sizes(sequences, max_num_batched_tokens)
+        pages = -(-max_model_len // kv.page_size)
+        self.decodes = DecodeInputs.empty(sequences, pages, device)
+        self.prompts = PromptInputs(sequences, max_num_batched_tokens, pages, device)
+        self.logits_BV = torch.zeros(sequences, vocab_size, device=device)
+        self._graphs: dict[tuple[GraphSize, OverlapMode, bool], _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def describe(self) -> str:
+        decodes, prompts = self.decode_sizes, self.prompt_sizes
+        return (
+            f"{len(decodes)} sizes of decodes up to {decodes[-1]}, {len(prompts)} of steps with "
+            f"prompts up to {prompts[-1]} tokens"
+        )
+
+    def need(self, plan: Plan) -> int:
+        """DECODES, PROMPTS or EAGER, of this rank's plan."""
+        if plan.num_decodes == len(plan.items):
+            return DECODES
+        size = self.fit(PROMPTS, plan.num_tokens)
+        keys = sum(i.start + len(i.tokens) for i in plan.items[plan.num_decodes :])
+        return PROMPTS if size is not None and keys <= keys_of(size.rows) else EAGER
+
+    def fit(self, need: int, tokens: int) -> GraphSize | None:
+        """For the most that any rank needs and the tokens of the rank that has most; None: no graph
+        takes them."""
+        if need == EAGER:
+            return None
+        sizes = self.prompt_sizes if need == PROMPTS else self.decode_sizes
+        rows = next((size for size in sizes if size >= tokens), None)
+        return None if rows is None else GraphSize(need == PROMPTS, rows)
+
+    def capture_all(self, mode_of: Callable[[GraphSize], OverlapMode | None]) -> None:
+        """Every size in its overlap mode (None: in no graph), plain and timed; forgets others.
+        Collective."""
+        sizes = [GraphSize(True, rows) for rows in reversed(self.prompt_sizes)]
+        sizes += [GraphSize(False, rows) for rows in reversed(self.decode_sizes)]
+        modes = [(size, mode_of(size)) for size in sizes]
+        wanted = [(size, mode) for size, mode in modes if mode is not None]
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[:2] in wanted}
+        for size, mode in wanted:  # the largest first: the others fit into its memory
+            for timed in (False, True):
+                self.capture(size, mode, timed)
+
+    def capture(self, size: GraphSize, overlap: OverlapMode, timed: bool = False) -> None:
+        """Collective. Nothing where it is captured already."""
+        if (size, overlap, timed) in self._graphs:
+            return
+        self._load(Plan(()), size, None)
+        self._step(size, overlap)  # compiles, and takes what memory it needs beside the graph
+        torch.cuda.synchronize(self.device)
+        timing = StepTiming(self._recorder, external=True) if timed else None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            if timing is None:
+                self._step(size, overlap)
+            else:
+                with timing.recording():
+                    self._step(size, overlap)
+        self._graphs[size, overlap, timed] = _Graph(graph, timing)
+
+    def timing(self, size: GraphSize, overlap: OverlapMode) -> StepTiming:
+        """Of the graph with events inside."""
+        timing = self._graphs[size, overlap, True].timing
+        assert timing is not None
+        return timing
+
+    def replay(
+        self,
+        plan: Plan,
+        size: GraphSize,
+        overlap: OverlapMode,
+        drawn: Drawn | None = None,
+        timed: bool = False,
+    ) -> Tensor:
+        """Logits [B, V] of the items of `plan` that sample, valid until the next replay."""
+        self._load(plan, size, drawn)
+        self._graphs[size, overlap, timed].graph.replay()
+        rows = [i for i, item in enumerate(plan.items) if item.sample]
+        if size.prompts or len(rows) == len(plan.items):
+            return self.logits_BV[: len(rows)]
+        (rows_B,) = to_device([np.array(rows, dtype=np.int64)], self.device)
+        return self.logits_BV[rows_B]
+
+    def _load(self, plan: Plan, size: GraphSize, drawn: Drawn | None) -> None:
+        host = lay_out(plan, self.kv.page_size, None if drawn is None else drawn.rows)
+        if size.prompts:
+            self.prompts.load(host, plan.num_decodes, size.rows, drawn)
+            return
+        arrays = [host.tokens_T, host.positions_T, host.kv_slots_T, host.keys_T]
+        arrays += [host.kv_lens_B.astype(np.int32), host.page_table_BP]
+        if host.drawn_T is not None:
+            arrays.append(host.drawn_T)
+        tokens, positions, slots, keys, lens, table, *rest = to_device(arrays, self.device)
+        ids = tokens if drawn is None else drawn.ids_B
+        load_decodes(
+            self.decodes, size.rows, tokens, positions, slots, keys, lens, table,
+            rest[0] if rest else None, ids,
+        )  # fmt: skip
+
+    def _step(self, size: GraphSize, overlap: OverlapMode) -> None:
+        hidden_BH = self._hidden(size, overlap)
+        with self._recorder.span("sample"):
+            # A result of the graph's own would take as much memory for every size.
+            self.logits_BV[: len(hidden_BH)].copy_(self.model.logits(hidden_BH))
+
+    def _hidden(self, size: GraphSize, overlap: OverlapMode) -> Tensor:
+        rows, forward = size.rows, self.model.forward
+        if size.prompts:
+            batch = self.prompts.batch(rows, overlap)
+            return drive(forward(batch, self.kv))[batch.sample_rows]
+        if overlap != "tbo":
+            return drive(self._decode(slice(0, rows), 0, rows, overlap))
+        half = rows // 2
+        first = self._decode(slice(0, half), 1, rows - half, "tbo")
+        second = self._decode(slice(half, rows), 2, rows - half, "tbo")
+        return torch.cat(drive_both(first, second))
+
+    def _decode(
+        self, rows: slice, part: int, most: int, overlap: OverlapMode
+    ) -> Generator[None, None, Tensor]:
+        to = self.decodes
+        batch = ForwardBatch(
+            tokens_T=to.tokens_B[rows],
+            positions_T=to.positions_B[rows],
+            kv_slots_T=to.slots_B[rows],
+            keys_T=to.keys_B[rows],
+            query_lens=(),
+            kv_lens=(),
+            page_table_BP=to.table_BP[rows],
+            sample_rows=to.tokens_B[:0],
+            num_decodes=rows.stop - rows.start,
+            kv_lens_B=to.lens_B[rows],
+            most_tokens=most,
+            overlap=overlap,
+            rows_1=to.rows_3[part : part + 1],
+        )
+        return self.model.forward(batch, self.kv)

@@ -1,0 +1,72 @@
+"""Traces of some steps of all ranks, one at a time, as the gateway sees them."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from crossdock.core import Busy, CrossdockError
+from crossdock.core.messages import Trace, Traced
+
+_GIVE_UP_S = 5.0
+"""How long ranks may take to hand over what they have of a trace that is given up."""
+
+
+class Traces:
+    """Thread-safe. `broadcast`: sends a message to every rank."""
+
+    def __init__(self, ranks: int, broadcast: Callable[[Any], None]):
+        self._ranks, self._broadcast = ranks, broadcast
+        self._changed = threading.Condition()
+        self._id, self._under_way = 0, False
+        self._got: dict[int, Traced] = {}
+        self._closed = False
+
+    def record(self, steps: int, timeout: float) -> list[Traced]:
+        """`start` and `result`."""
+        self.start(steps)
+        return self.result(timeout)
+
+    def start(self, steps: int) -> None:
+        """Traces the next `steps` steps that run, which are the same on all ranks, until `result`
+        is asked for. Raises Busy while that has not been."""
+        with self._changed:
+            if self._under_way:
+                raise Busy("steps are being traced already; ask again when that has ended")
+            self._id += 1
+            self._got, self._under_way = {}, True
+            self._broadcast(Trace(self._id, steps))
+
+    def result(self, timeout: float) -> list[Traced]:
+        """Of every rank; with fewer steps, or none, if no more ran within `timeout` seconds.
+
+        Raises:
+            CrossdockError: the engine ended, or a rank does not answer.
+        """
+        with self._changed:
+            try:
+                if not self._wait(timeout):
+                    self._broadcast(Trace(self._id, 0))
+                    self._wait(_GIVE_UP_S)
+                if self._closed:
+                    raise CrossdockError("the engine ended while its steps were traced")
+                if missing := sorted(set(range(self._ranks)) - set(self._got)):
+                    raise CrossdockError(f"ranks {missing} did not hand over what they traced")
+                return [self._got[rank] for rank in range(self._ranks)]
+            finally:
+                self._under_way = False
+
+    def ended(self, message: Traced) -> None:
+        with self._changed:
+            if message.id == self._id:
+                self._got[message.rank] = message
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _wait(self, timeout: float) -> bool:
+        return self._changed.wait_for(
+            lambda: self._closed or len(self._got) == self._ranks, timeout
+        )

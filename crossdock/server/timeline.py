@@ -1,0 +1,27 @@
+"""A timeline of the next steps over HTTP."""
+
+import asyncio
+from typing import Any
+
+from crossdock.metrics.timeline import timeline
+from crossdock.server.border import EngineClient
+from crossdock.server.errors import ApiError
+from crossdock.server.schema import TraceBody
+
+
+async def trace(client: EngineClient, body: TraceBody) -> dict[str, Any]:
+    """Answers when the steps have run. A client that leaves does not stop it.
+
+    Raises:
+        Busy: a trace is under way.
+        ApiError: 409 if no step ran in time.
+    """
+    traces = await asyncio.to_thread(client.traces.record, body.steps, body.timeout_s)
+    if not any(trace.intervals for trace in traces):
+        raise ApiError(
+            409,
+            f"no step ran within {body.timeout_s:g} s; send requests while it traces",
+            "timeout_s",
+            code="idle",
+        )
+    return timeline(traces)
