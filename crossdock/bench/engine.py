@@ -195,7 +195,7 @@ def _settings(options: EngineOptions, variant: Variant) -> tuple[str, dict[str, 
         "device": config.device,
         "dtype": config.dtype,
         "threads": variant.threads,
-        "batch": config.max_num_seqs,
+        "batch": config.for_device("cuda" if config.device == "cuda" else "cpu").max_num_seqs,
     }
     return "crossdock.bench.engine_transformers", settings
 

@@ -11,6 +11,8 @@ PARTS = (
     "host_gap", "agree", "attention", "router", "dispatch", "experts", "shared", "combine", "dense",
     "norm", "sample",
 )  # fmt: skip
+BESIDE = ("wait", "dispatch_apart", "combine_apart")
+"""Within other parts, or at the same time."""
 _SHARES = (("mfu", "timed_flops", "flops_per_s"), ("mbu", "timed_bytes", "bytes_per_s"))
 
 Answer = Mapping[str, Any]
@@ -71,11 +73,11 @@ def _step(ranks: Sequence[Mapping[str, Any]], more: dict[str, Any], shape: dict[
     count = sum(rank["calls"]["step"] for rank in ranks)
     parts = {
         part: sum(rank["seconds"].get(part, 0.0) for rank in ranks) / count * 1e3
-        for part in (*PARTS, "wait")
+        for part in (*PARTS, *BESIDE)
         if any(part in rank["seconds"] for rank in ranks)
     }
     whole = sum(rank["seconds"]["step"] for rank in ranks) / count * 1e3
-    parts["other"] = whole - sum(ms for part, ms in parts.items() if part != "wait")
+    parts["other"] = whole - sum(ms for part, ms in parts.items() if part not in BESIDE)
     return case_of(
         "step", steps, "ms", "lower", shape, more={"parts_ms": parts, "steps": count, **more}
     )

@@ -10,8 +10,8 @@ from rich.text import Text
 from crossdock.bench.engine_parts import PARTS
 from crossdock.bench.report import Case
 
-INSIDE = ("wait", "counts")
-"""Parts of other parts."""
+INSIDE = ("wait", "counts", "dispatch_apart", "combine_apart")
+"""Parts of other parts, or beside them on a stream of their own."""
 
 
 def parts_tables(cases: Sequence[Case], name_of: Any) -> list[RenderableType]:
@@ -62,7 +62,7 @@ def _table(title: str, columns: Mapping[str, Mapping[str, float]]) -> Table:
         table.add_column(name, justify="right")
     longest_first = sorted(columns.values(), key=len, reverse=True)
     for part in dict.fromkeys(part for parts in longest_first for part in parts):
-        name = f"{part}, within the others" if part in INSIDE else part
+        name = f"{part}, within or beside others" if part in INSIDE else part
         table.add_row(f"  {name}", *(_share(parts, part) for parts in columns.values()))
     table.add_row("  step", *(_ms(_sum(parts)) for parts in columns.values()), style="bold")
     return table

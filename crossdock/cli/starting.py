@@ -45,7 +45,7 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "parameters": spec.num_params,
         "ranks": config.ranks,
         "tp": config.tp,
-        "tp_padding": _padding(spec, config.tp),
+        "tp_padding": tp_padding(spec, config.tp),
         "device": client.info[0]["device"].split(":")[0],
         "dtype": client.info[0]["dtype"],
         "fp8": client.info[0]["fp8"],
@@ -60,6 +60,7 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "attention": client.info[0]["attention"],
         "kv_dtype": client.info[0]["kv_dtype"],
         "overlap": client.info[0]["overlap"],
+        "graphs": client.info[0]["graphs"],
         "ceilings": client.info[0]["ceilings"],
         "gpu_activity": client.info[0].get("gpu_activity"),
         "transport_bytes": max(rank["transport_bytes"] for rank in client.info),
@@ -89,6 +90,8 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
         f"overlap    {overlap_line(facts['overlap'])}",
         f"placement  {placement_line(facts['experts'], facts['ranks'], facts['slots'])}",
     ]
+    if facts["device"] == "cuda":
+        lines.append(f"graphs     {facts['graphs']}")
     if facts["tp"] > 1:
         lines.append(f"tp         {padding_line(facts['tp_padding'])}")
     if facts["gpu_activity"] is not None:
@@ -110,7 +113,7 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _padding(spec: ModelSpec, tp: int) -> dict[str, float]:
+def tp_padding(spec: ModelSpec, tp: int) -> dict[str, float]:
     """By dimension that tp divides: the share of the kernels' tiles of 128 that holds nothing."""
     if tp == 1:
         return {}

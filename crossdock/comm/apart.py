@@ -10,6 +10,7 @@ from torch import Tensor
 
 from crossdock.core import Received, Routing, Transport
 from crossdock.core.protocols import Ticket
+from crossdock.metrics import Recorder
 
 PROGRAMS = 48
 """Of each half of an exchange beside computing: at four a multiprocessor both fill 24, the default
@@ -43,8 +44,10 @@ class ApartTransport:
     nobody; and what it reads is kept until the compute stream has waited for it.
     """
 
-    def __init__(self, inner: LimitedTransport, device: torch.device, programs: int):
-        self.inner, self.programs = inner, programs
+    def __init__(
+        self, inner: LimitedTransport, device: torch.device, programs: int, recorder: Recorder
+    ):
+        self.inner, self.programs, self._recorder = inner, programs, recorder
         self.per_expert, self.on_device = inner.per_expert, inner.on_device
         self._stream = torch.cuda.Stream(device, priority=_FIRST)
 
@@ -56,7 +59,7 @@ class ApartTransport:
         self, x_TH: Tensor, routing: Routing, most_tokens: int | None = None
     ) -> _Begun:
         launch = lambda: self.inner.dispatch(x_TH, routing, most_tokens)  # noqa: E731
-        return self._begin(launch, (x_TH, routing))
+        return self._begin("dispatch_apart", launch, (x_TH, routing))
 
     def dispatch_end(self, pending: _Begun) -> tuple[Received, Ticket]:
         return self._end(pending)
@@ -67,7 +70,7 @@ class ApartTransport:
         return self.inner.dispatch(x_TH, routing, most_tokens)
 
     def combine_begin(self, y: Tensor, ticket: Ticket) -> _Begun:
-        return self._begin(lambda: self.inner.combine(y, ticket), (y, ticket))
+        return self._begin("combine_apart", lambda: self.inner.combine(y, ticket), (y, ticket))
 
     def combine_end(self, pending: _Begun) -> Tensor:
         return self._end(pending)
@@ -84,10 +87,11 @@ class ApartTransport:
     def close(self) -> None:
         """`inner` is closed by whoever made it."""
 
-    def _begin(self, launch: Callable[[], Any], reads: tuple[Any, ...]) -> _Begun:
+    def _begin(self, part: str, launch: Callable[[], Any], reads: tuple[Any, ...]) -> _Begun:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), self.inner.limited(self.programs):
-            result = launch()
+            with self._recorder.span(part):
+                result = launch()
             return _Begun(result, self._stream.record_event(), reads)
 
     def _end(self, pending: _Begun) -> Any:
@@ -95,7 +99,9 @@ class ApartTransport:
         return pending.result
 
 
-def build_apart(kind: str, transport: Transport, device: torch.device) -> Transport:
+def build_apart(
+    kind: str, transport: Transport, device: torch.device, recorder: Recorder
+) -> Transport:
     """`transport`, of this kind, as it is used where work is put between begin and end."""
     if kind != "nvlink" or device.type != "cuda":
         return transport
@@ -103,4 +109,4 @@ def build_apart(kind: str, transport: Transport, device: torch.device) -> Transp
     from crossdock.comm.nvlink import NvlinkTransport
 
     assert isinstance(transport, NvlinkTransport)
-    return ApartTransport(transport, device, PROGRAMS)
+    return ApartTransport(transport, device, PROGRAMS, recorder)

@@ -185,15 +185,18 @@ def _filled(x_TH: Tensor, rows: int) -> Tensor:
 
 
 def build_group(world: World, nbytes: int, recorder: Recorder) -> Group:
-    """Of `world.tp` ranks, more than one. `nbytes`: the largest tensor of CPU ranks, as it was
-    given to `group_bytes`.
+    """Of `world.tp` ranks, more than one; collective. `nbytes`: the largest tensor of CPU ranks, as
+    it was given to `group_bytes`.
 
     Raises:
         ConfigError: ranks that have no way to exchange.
     """
     first = world.rank - world.rank % world.tp
     if world.tp_group is not None:
-        return CollectiveGroup(world.tp_group, world.tp, world.rank - first, world.waiter)
+        group = CollectiveGroup(world.tp_group, world.tp, world.rank - first, world.waiter)
+        # Connects now: what that takes of a GPU's memory must be gone before the KV cache is sized.
+        group.broadcast(torch.zeros(1, device=world.device))
+        return group
     if world.tp_memory is None:
         raise ConfigError(
             "the world was built without memory for attention groups of several ranks"

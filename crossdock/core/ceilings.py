@@ -7,6 +7,7 @@ from pathlib import Path
 from crossdock.core.errors import ConfigError
 from crossdock.core.recipes import find_recipe, read_toml, recipe_names
 
+FP8 = "float8_e4m3fn"
 _OTHERS = {"pcie", "nvl"}
 """Cards that share a name with a faster one."""
 

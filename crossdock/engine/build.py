@@ -22,6 +22,7 @@ from crossdock.comm import (
 from crossdock.core import (
     ConfigError,
     EngineConfig,
+    MLASpec,
     Model,
     ModelSpec,
     OverlapMode,
@@ -113,6 +114,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         CheckpointError, CapacityError, ConfigError: what is wrong and what to change.
     """
     started = time.perf_counter()
+    config = config.for_device(world.device.type)
     spec = read_spec(config)
     check_overlap(config, spec)
     recorder = Recorder(on_device=world.device.type == "cuda")
@@ -137,7 +139,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
 
         graphs = StepGraphs(
             model, kv, config.max_num_seqs, config.max_num_batched_tokens, max_len,
-            spec.vocab_size, world.device, recorder,
+            spec.vocab_size, isinstance(spec.attention, MLASpec), world.device, recorder,
         )  # fmt: skip
     runner = Runner(
         model, kv, sampler, world.device, recorder, world.board, context.transport.check, graphs
@@ -230,7 +232,7 @@ def _build_context(
         fp8=fp8,
         attention=config.attention,
         routing=config.routing,
-        apart=build_apart(config.transport, transport, world.device),
+        apart=build_apart(config.transport, transport, world.device, recorder),
         router=_router_options(config, spec, world, recorder),
         group=SoloGroup()
         if config.tp == 1

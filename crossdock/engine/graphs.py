@@ -19,7 +19,7 @@ from crossdock.core import KV, ForwardBatch, Model, OverlapMode, Plan
 from crossdock.core.batch import GraphSize
 from crossdock.engine.batch import Drawn, lay_out
 from crossdock.engine.drive import drive, drive_both
-from crossdock.engine.prompt_inputs import PromptInputs, keys_of
+from crossdock.engine.prompt_inputs import PromptInputs, tokens_for
 from crossdock.engine.transfer import to_device
 from crossdock.kernels.decode_inputs import DecodeInputs, load_decodes
 from crossdock.metrics import Recorder, StepTiming
@@ -29,8 +29,6 @@ _STEPS = ((32, 128), (64, 512), (128, 1 << 30))
 """(rows between two sizes, up to so many rows)."""
 _LEAST_TOKENS = 256
 """Of the smallest step with prompts; each next one is twice as large."""
-DECODES, PROMPTS, EAGER = range(3)
-"""What a rank's plan needs, by rising claims: so a step takes the most that any rank needs."""
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
@@ -66,6 +64,8 @@ class StepGraphs:
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
         max_model_len: tokens of the longest sequence.
+        expands: whether attention expands the keys of prompts (MLA), for which there is room only
+            for so many.
         vocab_size: of the logits.
     """
 
@@ -77,10 +77,12 @@ class StepGraphs:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
+        expands: bool,
         device: torch.device,
         recorder: Recorder,
     ):
         self.model, self.kv, self.device, self._recorder = model, kv, device, recorder
+        self._expands = expands
         sequences = min(max_num_seqs, max_num_batched_tokens)
         self.decode_sizes = decode_sizes(sequences)
         self.prompt_sizes = prompt_sizes(sequences, max_num_batched_tokens)
@@ -99,21 +101,20 @@ class StepGraphs:
         )
 
     def need(self, plan: Plan) -> int:
-        """DECODES, PROMPTS or EAGER, of this rank's plan."""
+        """Tokens that a graph for this rank's prompts must be made for; 0 without prompts."""
         if plan.num_decodes == len(plan.items):
-            return DECODES
-        size = self.fit(PROMPTS, plan.num_tokens)
+            return 0
+        if not self._expands:
+            return plan.num_tokens
         keys = sum(i.start + len(i.tokens) for i in plan.items[plan.num_decodes :])
-        return PROMPTS if size is not None and keys <= keys_of(size.rows) else EAGER
+        return max(plan.num_tokens, tokens_for(keys))
 
     def fit(self, need: int, tokens: int) -> GraphSize | None:
         """For the most that any rank needs and the tokens of the rank that has most; None: no graph
         takes them."""
-        if need == EAGER:
-            return None
-        sizes = self.prompt_sizes if need == PROMPTS else self.decode_sizes
-        rows = next((size for size in sizes if size >= tokens), None)
-        return None if rows is None else GraphSize(need == PROMPTS, rows)
+        sizes = self.prompt_sizes if need else self.decode_sizes
+        rows = next((size for size in sizes if size >= max(need, tokens)), None)
+        return None if rows is None else GraphSize(need > 0, rows)
 
     def capture_all(self, mode_of: Callable[[GraphSize], OverlapMode | None]) -> None:
         """Every size in its overlap mode (None: in no graph), plain and timed; forgets others.

@@ -15,6 +15,11 @@ def keys_of(tokens: int) -> int:
     return tokens + tokens // 4
 
 
+def tokens_for(keys: int) -> int:
+    """The smallest step that has room for so many keys."""
+    return -(-keys * 4 // 5)
+
+
 class PromptInputs:
     """Of steps of B to T tokens in up to B sequences of P pages, decodes first; the same buffers
     for every size. Entries of sequences: of B decodes, then of B prompts."""

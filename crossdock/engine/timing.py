@@ -6,13 +6,11 @@ from typing import Any
 import torch
 
 from crossdock.core import EngineConfig, ModelSpec
-from crossdock.core.ceilings import ceilings_of, hardware_of
+from crossdock.core.ceilings import FP8, ceilings_of, hardware_of
 from crossdock.core.step_work import RankWork
 from crossdock.metrics import CudaClock, Recorder, StepTimer
 from crossdock.metrics.gpu_activity import watch_gpu
 from crossdock.models import Decoder
-
-FP8 = "float8_e4m3fn"
 
 
 def build_timer(

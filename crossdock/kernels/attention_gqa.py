@@ -24,6 +24,7 @@ from crossdock.kernels.attention_split import (
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
+from crossdock.kernels.rounding import cast_rows
 
 TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 3)
 
@@ -79,8 +80,8 @@ _ANY_ALIGNMENT = ["table_ptr", "lens_ptr"]
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, first_ptr, seq_ptr,
-    chunk_ptr, part_ptr, lse_ptr, sequences, scale, window, stride_qb, stride_qh, stride_table,
-    heads, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_SCALE: tl.constexpr,
+    chunk_ptr, part_ptr, lse_ptr, out_ptr, sequences, scale, window, stride_qb, stride_qh,
+    stride_table, heads, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_SCALE: tl.constexpr,
     STRIDE_SCALE_G: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SCALED: tl.constexpr,
@@ -130,10 +131,16 @@ def _decode_kernel(
                     table_ptr, scale, dtype, STRIDE_K, STRIDE_V, STRIDE_SCALE, PAGE, D, BLOCK_D,
                     BLOCK_N, SCALED,
                 )  # fmt: skip
-        out_row = w.to(tl.int64) * heads + g * GROUP + row
-        at = part_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
-        tl.store(at, acc / tl.expand_dims(total, M_AXIS), mask=inside)
-        tl.store(lse_ptr + out_row, best + tl.log2(total), mask=row < GROUP)
+        out = acc / tl.expand_dims(total, M_AXIS)
+        if tl.load(first_ptr + b + 1) - tl.load(first_ptr + b) == 1:  # nothing to merge
+            out_row = b * heads + g * GROUP + row
+            at = out_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
+            tl.store(at, cast_rows(out, q_type, INTERPRET), mask=inside)
+        else:
+            out_row = w.to(tl.int64) * heads + g * GROUP + row
+            at = part_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
+            tl.store(at, out, mask=inside)
+            tl.store(lse_ptr + out_row, best + tl.log2(total), mask=row < GROUP)
 
 
 def decode_slots(kv_heads: int, device: torch.device) -> int:
@@ -174,9 +181,10 @@ def decode_gqa(
     stride = k_scale.stride() if scales else (0, 0)
     part_WhD = torch.empty(split.items, h, D, dtype=torch.float32, device=q_BhD.device)
     lse_Wh = torch.empty(split.items, h, dtype=torch.float32, device=q_BhD.device)
+    out_BhD = q_BhD.new_empty(B, h, D)
     _decode_kernel[(G, split.items)](
         q_BhD, k_SgD, v_SgD, k_scale, v_scale, table_BP, lens_B, split.first_B1, split.seq_W,
-        split.chunk, part_WhD, lse_Wh, B, scale * LOG2_E, window or 0, q_BhD.stride(0),
+        split.chunk, part_WhD, lse_Wh, out_BhD, B, scale * LOG2_E, window or 0, q_BhD.stride(0),
         q_BhD.stride(1), table_BP.stride(0), h,
         STRIDE_K=k_SgD.stride(0), STRIDE_V=v_SgD.stride(0), STRIDE_SCALE=stride[0],
         STRIDE_SCALE_G=stride[1], PAGE=page_size, GROUP=h // G, D=D,
@@ -185,7 +193,7 @@ def decode_gqa(
         WINDOW=window is not None, SCALED=scales is not None, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
-    return merge(part_WhD, lse_Wh, split, q_BhD.new_empty(B, h, D))
+    return merge(part_WhD, lse_Wh, split, out_BhD, whole=True)
 
 
 def decode_gqa_twin(

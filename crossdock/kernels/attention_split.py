@@ -180,13 +180,26 @@ def weights_operand(p, dtype: tl.constexpr):
 def _merge_kernel(
     part_ptr, lse_ptr, first_ptr, out_ptr, heads, stride_b, stride_h,
     WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, ITEMS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
+    item = tl.load(first_ptr + b)
+    last = tl.load(first_ptr + b + 1)
+    if not (WHOLE & (last - item == 1)):
+        _merge_items(
+            part_ptr, lse_ptr, out_ptr, heads, stride_b, stride_h, b, item, last, WIDTH, BLOCK_V,
+            BLOCK_H, ITEMS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_items(
+    part_ptr, lse_ptr, out_ptr, heads, stride_b, stride_h, b, item, last,
+    WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr, ITEMS: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (h < heads)[:, None] & (v < WIDTH)[None, :]
-    item = tl.load(first_ptr + b)
-    last = tl.load(first_ptr + b + 1)
     best = tl.full((BLOCK_H,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_V), tl.float32)
@@ -209,9 +222,12 @@ def _merge_kernel(
     tl.store(at, cast_rows(out, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
-def merge(part_WhV: Tensor, lse_Wh: Tensor, split: Split, out_BhV: Tensor) -> Tensor:
+def merge(
+    part_WhV: Tensor, lse_Wh: Tensor, split: Split, out_BhV: Tensor, whole: bool = False
+) -> Tensor:
     """Sequences from their items. part: fp32, each item's own softmax average; lse: the base-2
-    logarithm of its sum of weights. A sequence without items gives zeros."""
+    logarithm of its sum of weights. A sequence without items gives zeros. whole: those of a single
+    item are in `out` already."""
     _, heads, width = part_WhV.shape
     # Few rows have many items each, and many rows few.
     many = out_BhV.shape[0] * heads >= 4096
@@ -220,7 +236,7 @@ def merge(part_WhV: Tensor, lse_Wh: Tensor, split: Split, out_BhV: Tensor) -> Te
     grid = (out_BhV.shape[0], triton.cdiv(heads, block_h), triton.cdiv(width, block_v))
     _merge_kernel[grid](
         part_WhV, lse_Wh, split.first_B1, out_BhV, heads, out_BhV.stride(0), out_BhV.stride(1),
-        WIDTH=width, BLOCK_V=block_v, BLOCK_H=block_h, ITEMS=items, num_warps=4,
+        WIDTH=width, BLOCK_V=block_v, BLOCK_H=block_h, ITEMS=items, WHOLE=whole, num_warps=4,
     )  # fmt: skip
     return out_BhV
 

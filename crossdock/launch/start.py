@@ -22,6 +22,7 @@ from crossdock.comm import (
 )
 from crossdock.comm.world import COUNTS, GROUP, SHM
 from crossdock.core import ConfigError, EngineConfig, ModelSpec, check_tp
+from crossdock.core.ceilings import FP8, ceilings_of
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
 from crossdock.core.staging import MAX_TOP_K, SCALE_BLOCK, Staging, fp8_expert_bytes
@@ -109,6 +110,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         ConfigError: what does not go together.
     """
     device = resolve_device(config.device, 0, config.ranks).type
+    config = config.for_device(device)
     nvlink = device == "cuda" and _nvlink_serves(config, spec)
     dtype = resolve_dtype(config, spec, device)
     transport = resolve_transport(config.transport, config.ranks, device, nvlink)
@@ -124,6 +126,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
         why = why or why_not_fp8(config, spec, place, dtype, transport)
         log.info("weights are dequantised to %s: %s", dtype, why)
     check_tp(spec, config.tp, SCALE_BLOCK if fp8 else None)
+    if config.hardware is not None:
+        ceilings_of(config.hardware, FP8 if fp8 else dtype)  # refuses an unknown one
     derived: dict[str, Any] = {
         "device": device,
         "quantize": "fp8" if fp8 else "none",

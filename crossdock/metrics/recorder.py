@@ -42,26 +42,26 @@ class Recorder:
     Parts in use: "step", "agree", "attention", "router", "dispatch", "experts", "shared",
     "combine", "dense", "norm", "sample"; "wait" (for other ranks; also counted in the part that
     waited), "counts" (ranks exchange them to choose replicas; also counted in "router"); on a GPU
-    "host_gap" (see `StepTimer`).
+    "host_gap" (see `StepTimer`), "dispatch_apart" and "combine_apart" (exchanges on a stream of
+    their own, beside other parts).
 
     On a CPU every span is timed by the host's clock. With `on_device` that clock would time
-    launches alone: then a span costs the test of `marks`, which a `StepTiming` sets for the steps
-    that are timed, and nothing else feeds the parts.
+    launches alone: then a span costs the tests of two attributes, of which a `StepTiming` sets
+    `marks` for the steps that are timed, and nothing else feeds the parts.
     """
 
     def __init__(
         self, histograms: tuple[str, ...] = ("dispatch", "combine"), on_device: bool = False
     ):
         self.on_device = on_device
-        self.marks: Marks | None = None if on_device else self._host_span
+        self.marks: Marks | None = None
         self.log: list[tuple[str, float, float]] | None = None
         """While tracing: (part, start, end) by the host's clock, as they end."""
         self.rows_LS: Any = None
         """The tensor behind the source "slot_tokens", for who must not wait for the device."""
-        self.seconds: dict[str, float] = {}
-        self.calls: dict[str, int] = {}
         self.counters: dict[str, int] = {}
         self.histograms = {name: Histogram(EXCHANGE_BUCKETS_S) for name in histograms}
+        self._parts = _Parts(self)
         self._sources: dict[str, Callable[[], Any]] = {}
         self._forget: list[Callable[[], object]] = []
 
@@ -69,15 +69,21 @@ class Recorder:
         self.counters[name] = self.counters.get(name, 0) + amount
 
     def span(self, part: str, pieces: int = 1) -> AbstractContextManager[None]:
-        """Around what belongs to `part`. Entered `pieces` times, with other work between, it still
-        counts as one call."""
+        """Around what belongs to `part`, and not inside another span of it. Entered `pieces` times,
+        with other work between, it still counts as one call."""
         marks = self.marks
-        return _NOTHING if marks is None else marks(part, pieces)
+        if marks is not None:
+            return marks(part, pieces)
+        if self.on_device:
+            return _NOTHING
+        return self._parts[part] if pieces == 1 else _Pieces(self, part, pieces)
 
     def host(self, part: str) -> AbstractContextManager[None]:
         """Around what the host does with or without a device: where there is one, it is only seen
         in a trace."""
-        return _NOTHING if self.on_device and self.log is None else self._host_span(part, 1)
+        if not self.on_device:
+            return self._parts[part]
+        return _NOTHING if self.log is None else _Pieces(self, part, 1, counts=False)
 
     def observe(self, part: str, seconds: float) -> None:
         """What the host's clock saw until now; of a GPU it is only seen in a trace."""
@@ -88,14 +94,17 @@ class Recorder:
             self.count(part, seconds)
 
     def count(self, part: str, seconds: float) -> None:
-        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
-        self.calls[part] = self.calls.get(part, 0) + 1
-        histogram = self.histograms.get(part)
-        if histogram is not None:
-            histogram.observe(seconds)
+        self._parts[part].count(seconds)
 
-    def _host_span(self, part: str, pieces: int) -> "_HostSpan":
-        return _HostSpan(self, part, pieces)
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By part."""
+        return {part: totals.seconds for part, totals in self._parts.items() if totals.calls}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """By part."""
+        return {part: totals.calls for part, totals in self._parts.items() if totals.calls}
 
     def source(
         self, name: str, read: Callable[[], Any], forget: Callable[[], object] | None = None
@@ -108,29 +117,67 @@ class Recorder:
 
     def reset(self) -> None:
         """Forgets all that was measured so far; before the first snapshot."""
-        for totals in (self.seconds, self.calls, self.counters):
-            totals.clear()
+        self._parts.clear()
+        self.counters.clear()
         self.histograms = {name: Histogram(h.bounds) for name, h in self.histograms.items()}
         for forget in self._forget:
             forget()
 
     def snapshot(self) -> dict[str, Any]:
         return {
-            "seconds": dict(self.seconds),
-            "calls": dict(self.calls),
+            "seconds": self.seconds,
+            "calls": self.calls,
             "counters": dict(self.counters),
             "histograms": {name: h.to_dict() for name, h in self.histograms.items()},
             **{name: read() for name, read in self._sources.items()},
         }
 
 
-class _HostSpan:
-    """By hand: a generator's context manager takes three times as long."""
+class _Part:
+    """Totals of a part, and what stands around it on a CPU: the same object every time, since
+    making one costs as much as the rest."""
 
-    __slots__ = ("_part", "_pieces", "_recorder", "_seconds", "_start")
+    __slots__ = ("_histogram", "_name", "_recorder", "_start", "calls", "seconds")
 
-    def __init__(self, recorder: Recorder, part: str, pieces: int):
-        self._recorder, self._part, self._pieces = recorder, part, pieces
+    def __init__(self, recorder: Recorder, name: str):
+        self._recorder, self._name = recorder, name
+        self._histogram = recorder.histograms.get(name)
+        self.seconds, self.calls = 0.0, 0
+
+    def count(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.calls += 1
+        if self._histogram is not None:
+            self._histogram.observe(seconds)
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        start, end = self._start, perf_counter()
+        self.seconds += end - start
+        self.calls += 1
+        if self._histogram is not None:
+            self._histogram.observe(end - start)
+        log = self._recorder.log
+        if log is not None:
+            log.append((self._name, start, end))
+
+
+class _Parts(dict[str, _Part]):
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+
+    def __missing__(self, name: str) -> _Part:
+        part = self[name] = _Part(self._recorder, name)
+        return part
+
+
+class _Pieces:
+    """Of a part, `pieces` of which are one call. `counts` False: only for the log."""
+
+    def __init__(self, recorder: Recorder, name: str, pieces: int, counts: bool = True):
+        self._recorder, self._name, self._pieces, self._counts = recorder, name, pieces, counts
         self._seconds = self._start = 0.0
 
     def __enter__(self) -> None:
@@ -141,6 +188,6 @@ class _HostSpan:
         self._seconds += end - self._start
         self._pieces -= 1
         if recorder.log is not None:
-            recorder.log.append((self._part, self._start, end))
-        if not self._pieces and not recorder.on_device:
-            recorder.count(self._part, self._seconds)
+            recorder.log.append((self._name, self._start, end))
+        if not self._pieces and self._counts:
+            recorder.count(self._name, self._seconds)

@@ -8,7 +8,7 @@ from crossdock.core.messages import Traced
 
 LANES = (
     "host", "device", "attention", "router", "dispatch", "experts", "shared", "combine", "dense",
-    "norm", "sample", "wait", "counts",
+    "norm", "sample", "dispatch_apart", "combine_apart", "wait", "counts",
 )  # fmt: skip
 """From top to bottom, in each rank; further parts follow by name."""
 _HOST = ("step", "agree")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
 from crossdock.core import EngineConfig, ModelSpec
+from crossdock.core.config import TP_SIZES
+from crossdock.core.tensor_parallel import why_not_tp
 from crossdock.planner.hardware import Hardware
 from crossdock.planner.layout import Layout
 from crossdock.planner.search_deployment import Deployment, Side
@@ -47,7 +49,11 @@ def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> li
             "an instance over several nodes",
         ),
         (layout.experts == "tp", "experts sharded by tensor parallelism"),
-        (layout.tp > 1, "attention over several ranks (tp)"),
+        (layout.tp not in TP_SIZES, f"attention over {layout.tp} ranks (tp)"),
+        (
+            layout.tp in TP_SIZES and bool(why_not_tp(spec, layout.tp, None)),
+            f"this model's attention over {layout.tp} ranks (tp)",
+        ),
         (
             layout.weights_dtype not in get_args(offered["dtype"]),
             f"weights kept in {layout.weights_dtype}",
@@ -72,8 +78,9 @@ def crossdock_commands(
     p, d = deployment.prefill, deployment.decode
     layout = p.point.layout
     settings: dict[str, Any] = {
-        "max_num_seqs": max(1, round(d.most)),
-        "max_num_batched_tokens": round(p.point.batch),
+        "tp": layout.tp,
+        "max_num_seqs": max(1, round(d.most * layout.tp)),
+        "max_num_batched_tokens": round(p.point.batch * layout.tp),
         "max_model_len": isl + osl,
         "redundant_experts": redundant_experts(layout, spec),
     }

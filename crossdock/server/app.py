@@ -120,7 +120,7 @@ async def expert_rebalance(request: Request) -> Response:
 
 async def trace_steps(request: Request) -> Response:
     _, client, body = await _begin(request, TraceBody)
-    return JSON(await trace(client, body))
+    return await trace(client, body)
 
 
 async def models(request: Request) -> Response:

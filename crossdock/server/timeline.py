@@ -1,15 +1,16 @@
 """A timeline of the next steps over HTTP."""
 
 import asyncio
-from typing import Any
+
+from starlette.responses import Response
 
 from crossdock.metrics.timeline import timeline
 from crossdock.server.border import EngineClient
-from crossdock.server.errors import ApiError
+from crossdock.server.errors import JSON, ApiError
 from crossdock.server.schema import TraceBody
 
 
-async def trace(client: EngineClient, body: TraceBody) -> dict[str, Any]:
+async def trace(client: EngineClient, body: TraceBody) -> Response:
     """Answers when the steps have run. A client that leaves does not stop it.
 
     Raises:
@@ -24,4 +25,5 @@ async def trace(client: EngineClient, body: TraceBody) -> dict[str, Any]:
             "timeout_s",
             code="idle",
         )
-    return timeline(traces)
+    # Of some megabytes: made here, it would keep tokens of others waiting.
+    return await asyncio.to_thread(lambda: JSON(timeline(traces)))

@@ -92,8 +92,11 @@ def test_variants():
         "2 ranks, 1 thread, overlap off",
         "2 ranks, 1 thread",
     ]
+    assert names(ranks=(2,), tp=(1, 2)) == ["2 ranks, 1 thread", "2 ranks, 1 thread, tp 2"]
     with pytest.raises(ConfigError, match="twice"):
         names(ranks=(2, 2))
+    with pytest.raises(ConfigError, match="--ranks has 2 values, --threads 1 and --tp 3"):
+        names(ranks=(2, 4), tp=(1, 2, 4))
 
 
 CHILD = """

@@ -93,7 +93,7 @@ def test_too_few_steps_for_a_timed_one_are_taken_from_the_traced_turn():
     Console(file=text, width=100).print(Group(*parts_tables(cases, lambda case: "x")))
     shown = text.getvalue()
     assert "host_gap" in shown and "x: decode (1)" in shown and "mine.toml" in shown
-    assert "wait, within the others" in shown
+    assert "wait, within or beside others" in shown
 
 
 def test_one_without_any_has_no_case_but_is_no_error():

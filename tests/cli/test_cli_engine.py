@@ -153,6 +153,13 @@ def test_bench_engine(checkpoint, tmp_path):
     assert traced["otherData"]["ranks"] == [0] and len(traced["otherData"]["steps"]) >= 5
 
 
+def test_hardware_that_is_not_known_is_refused_before_anything_starts(checkpoint, tmp_path):
+    config = tmp_path / "config.toml"
+    config.write_text("hardware = 'h2000'\n")
+    done = crossdock("generate", checkpoint, "--device", "cpu", "--config", config, stdin="a")
+    assert done.returncode == 2 and "h2000" in done.stderr and "rank" not in done.stderr
+
+
 def test_bench_comm():
     args = ("--ranks", "2", "--tokens", "0", "--repeats", "2")
     assert crossdock("bench", "comm", *args).returncode == 2

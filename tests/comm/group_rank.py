@@ -1,7 +1,7 @@
 """A rank process of test_group.py: random exchanges of its attention group, checked by itself.
 
-Arguments: rank, ranks, tp, "shm" or "gloo", JSON of descriptors, rendezvous, what: "random",
-"absent" (the last rank of the first group stays away) or "large".
+Arguments: rank, ranks, tp, "shm", "gloo" or "nccl", JSON of descriptors, rendezvous, what: "random"
+or "absent" (the last rank of the first group stays away).
 """
 
 import json
@@ -25,13 +25,14 @@ def tensor(step: int, rank: int, tokens: int, dtype: torch.dtype) -> torch.Tenso
 
 def check(group, first: int, kind: str) -> None:
     """Two groups draw different steps, so that one is often ahead of the other."""
+    device = "cuda" if kind == "nccl" else "cpu"
     draw = torch.Generator().manual_seed(first)
     late = torch.Generator().manual_seed(first * 100 + group.rank)
     for step in range(EXCHANGES):
         tokens = int(torch.randint(1, TOKENS + 1, (1,), generator=draw))
         what = int(torch.randint(0, 3, (1,), generator=draw))
         dtype = (torch.float32, torch.bfloat16)[int(torch.randint(0, 2, (1,), generator=draw))]
-        every = [tensor(step, first + r, tokens, dtype) for r in range(group.size)]
+        every = [tensor(step, first + r, tokens, dtype).to(device) for r in range(group.size)]
         mine, own = every[group.rank], share_of(tokens, group.size, group.rank)
         if torch.rand(1, generator=late) < 0.1:
             time.sleep(0.003)
@@ -47,21 +48,51 @@ def check(group, first: int, kind: str) -> None:
             want = every[0]
             got = group.broadcast(mine.clone())
         assert got.dtype == want.dtype and got.shape == want.shape
-        if what == 1 and kind == "gloo":
+        if what == 1 and kind != "shm":
             torch.testing.assert_close(
                 got, want, atol=0.05 if dtype.itemsize == 2 else 1e-6, rtol=0
             )
         else:
             assert torch.equal(got, want), (step, what)
-    ids = group.broadcast(torch.arange(7) * (group.rank + 1))
+    if kind == "shm":
+        try:
+            group.reduce_scatter(torch.zeros(TOKENS + 1, HIDDEN))
+        except CapacityError as error:
+            assert f"{(TOKENS + 1) * HIDDEN * 4} bytes" in str(error)
+        else:
+            raise AssertionError("no error")
+    ids = group.broadcast(torch.arange(7, device=device) * (group.rank + 1))
     assert ids.tolist() == list(range(7))
+
+
+def check_graph(group) -> None:
+    """Exchanges of a captured step, with other values at each replay."""
+    x_TH = torch.zeros(TOKENS, HIDDEN, device="cuda")
+    ids = torch.zeros(5, dtype=torch.int64, device="cuda")
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        return group.all_gather(group.reduce_scatter(x_TH), TOKENS), group.broadcast(ids.clone())
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        sum_TH, told = step()
+    for turn in range(5):
+        x_TH.copy_(tensor(turn, group.rank, TOKENS, torch.float32))
+        ids.fill_(10 * turn + group.rank)
+        graph.replay()
+        want = sum(tensor(turn, r, TOKENS, torch.float32) for r in range(group.size))
+        torch.testing.assert_close(sum_TH.cpu(), want, atol=1e-6, rtol=0)
+        assert told.tolist() == [10 * turn] * 5
 
 
 def main() -> None:
     rank, ranks, tp = map(int, sys.argv[1:4])
     kind, fds, rendezvous, what = sys.argv[4], json.loads(sys.argv[5]), sys.argv[6], sys.argv[7]
     deadline = 1.0 if what == "absent" else 30.0
-    world = build_world(rank, ranks, "cpu", "shm", fds, rendezvous, deadline, tp)
+    device, transport = ("cuda", "collective") if kind == "nccl" else ("cpu", "shm")
+    world = build_world(rank, ranks, device, transport, fds, rendezvous, deadline, tp)
     recorder = Recorder()
     group = build_group(world, tensor_bytes(TOKENS, HIDDEN, 4), recorder)
     first = rank - rank % tp
@@ -70,14 +101,10 @@ def main() -> None:
     )  # fmt: skip
     if what == "random":
         check(group, first, kind)
-        assert recorder.calls["wait"] > EXCHANGES if kind == "shm" else True
-    elif what == "large":
-        try:
-            group.reduce_scatter(torch.zeros(TOKENS + 1, HIDDEN))
-        except CapacityError as error:
-            assert f"{(TOKENS + 1) * HIDDEN * 4} bytes" in str(error)
-        else:
-            raise AssertionError("no error")
+        if kind == "shm":
+            assert recorder.calls["wait"] > EXCHANGES
+        if kind == "nccl":
+            check_graph(group)
     elif rank != tp - 1:
         try:
             group.all_gather(torch.zeros(1, HIDDEN), tp)

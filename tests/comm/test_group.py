@@ -40,17 +40,23 @@ def run(tmp_path: Path, ranks: int, tp: int, kind: str = "shm", what: str = "ran
             memory.close_fd()
 
 
-@pytest.mark.parametrize(("ranks", "tp", "kind"), [(4, 2, "shm"), (4, 4, "shm"), (4, 2, "gloo")])
+@pytest.mark.parametrize(("ranks", "tp", "kind"), [(4, 2, "shm"), (4, 4, "shm"), (2, 2, "gloo")])
 def test_shares_and_sums(tmp_path: Path, ranks: int, tp: int, kind: str) -> None:
     run(tmp_path, ranks, tp, kind)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("ranks", "tp"), [(2, 2), (4, 2)])
+def test_gpus_and_a_captured_step(tmp_path: Path, ranks: int, tp: int) -> None:
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run(tmp_path, ranks, tp, "nccl")
+
+
 def test_a_rank_that_stays_away_is_named(tmp_path: Path) -> None:
     run(tmp_path, 4, 2, what="absent")
-
-
-def test_more_than_was_made_room_for_is_refused(tmp_path: Path) -> None:
-    run(tmp_path, 2, 2, what="large")
 
 
 def test_shares_are_all_tokens_in_order() -> None:

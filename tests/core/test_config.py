@@ -62,7 +62,7 @@ def test_files_that_cannot_be_read(tmp_path):
     [
         {"ranks": 0},
         {"threads": 0},
-        {"max_num_seqs": 0},
+        {"max_num_seqs": -2},
         {"max_num_batched_tokens": -1},
         {"page_size": 0},
         {"max_model_len": 1},

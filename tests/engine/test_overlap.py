@@ -93,17 +93,20 @@ def test_all_ranks_agree_on_the_largest_half_of_any():
 
 def test_all_ranks_replay_one_graph_or_none():
     def fit(need: int, tokens: int) -> GraphSize | None:
-        return GraphSize(need == 1, 96 if tokens > 32 else 32) if need < 2 and tokens < 71 else None
+        tokens = max(need, tokens)
+        return GraphSize(need > 0, 96 if tokens > 32 else 32) if tokens < 71 else None
 
     agreed = agree([(1, 3, 20, 10, 0), (0, 3, 0, 0, 0)], AUTO, fit)
     assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 32), 32, "sbo")
     agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 0)], AUTO, fit)
     assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 96), 96, "tbo")
-    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 1)], AUTO, fit)  # a rank has a prompt
+    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 7)], AUTO, fit)  # a rank has a prompt
     assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((True, 32), 32, "sbo")
-    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 1)], AUTO, fit)  # halves of prompts
+    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 70)], AUTO, fit)  # halves of prompts
     assert (agreed.graph, agreed.most_tokens, agreed.overlap) == (None, 35, "tbo")
-    assert agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 2)], AUTO, fit).graph is None
+    keys = [(1, 3, 20, 10, 0), (1, 3, 7, 7, 40)]  # few tokens, many cached keys
+    agreed = agree(keys, forced("off"), fit)
+    assert (agreed.graph, agreed.most_tokens) == ((True, 96), 96)
     agreed = agree([(1, 3, 71, 36, 0)], AUTO, fit)  # more than any graph has
     assert (agreed.graph, agreed.most_tokens) == (None, 36)
 

@@ -101,9 +101,9 @@ def test_idle_ranks_use_no_processor(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"ranks": 4, "tp": 4, "overlap": "tbo", "transport": "collective"},
-        {"ranks": 2, "tp": 2, "replica_choice": "quota", "redundant_experts": 2, "overlap": "sbo",
-         "max_dispatch_tokens": 8, "dtype": "float32"},
+        {"ranks": 2, "tp": 2, "overlap": "tbo", "transport": "collective"},
+        {"ranks": 4, "tp": 4, "replica_choice": "quota", "redundant_experts": 4, "overlap": "sbo",
+         "max_dispatch_tokens": 5},
     ],
 )  # fmt: skip
 def test_beside_other_settings(storyteller: Path, alone, settings) -> None:

@@ -79,7 +79,7 @@ def run(case, rank, world, kind, invariant, dtype):
     context = MoEContext(
         rank, placement, transport, recorder, products.matmul, invariant, device, dtype,
         world.board, workspace=int(case["workspace"]), fp8_experts="triton",
-        apart=build_apart(kind, transport, device),
+        apart=build_apart(kind, transport, device, recorder),
     )  # fmt: skip
     layer = build_moe_layer(spec, 1, weights, lambda x: x * 0.5, context)
     mine = np.flatnonzero(case["owner"] == rank)

@@ -18,9 +18,14 @@ from crossdock.kernels.combine import (
 )
 
 _WARPS = 8
-_RESOURCES = {"UNROLL": 2, "num_warps": _WARPS, "maxnreg": 128}
-"""Of what sends. On two H200 16 warps, or one row at a time, took as long; four rows half as long
-again."""
+_RESOURCES = (
+    (2048, {"UNROLL": 4, "num_warps": 2, "maxnreg": 128}),
+    (4096, {"UNROLL": 2, "num_warps": 4, "maxnreg": 128}),
+    (1 << 30, {"UNROLL": 2, "num_warps": _WARPS, "maxnreg": 128}),
+)
+"""Of what sends, by the hidden size up to which it is taken. On two H200 and at 7,168 16 warps, or
+one row at a time, took as long; four rows half as long again. At 2,048, T = 8,192 the third takes
+265 us and the first 182; the second has been derived from both."""
 
 
 def of_rows(state: ExchangeState, y: Tensor, arrived: Arrived) -> Sending:
@@ -52,7 +57,7 @@ def send(state: ExchangeState, at: int, sending: Sending) -> None:
         sending.y, sending.slots, sending.weights, sending.tokens_R, state.buffer.table,
         state.epochs[at, COMBINE], state.sent[COMBINE], layout.hidden, layout.top_k,
         sending.slots.shape[1], layout.ranks, state.rank, layout.max_tokens, layout.home_units,
-        *_offsets(state, at), **_common(state, sending.mode), **_RESOURCES,
+        *_offsets(state, at), **_common(state, sending.mode), **_resources(state),
     )  # fmt: skip
 
 
@@ -85,9 +90,13 @@ def fused(
         *state.words(at, COMBINE), out_TH, tokens, layout.hidden, layout.top_k,
         sending.slots.shape[1], state.slots, layout.ranks, state.rank, layout.max_tokens,
         layout.home_units, *_offsets(state, at), *state.giving_up,
-        **_common(state, sending.mode), **_RESOURCES, **state.early,
+        **_common(state, sending.mode), **_resources(state), **state.early,
     )  # fmt: skip
     return out_TH
+
+
+def _resources(state: ExchangeState) -> dict[str, int]:
+    return next(found for most, found in _RESOURCES if state.layout.hidden <= most)
 
 
 def _indexed(state: ExchangeState) -> int:

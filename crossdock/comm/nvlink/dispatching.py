@@ -5,7 +5,7 @@ import triton
 from torch import Tensor
 
 from crossdock.comm.nvlink.handles import Arrived, Masked, Segments
-from crossdock.comm.nvlink.state import DISPATCH, ExchangeState
+from crossdock.comm.nvlink.state import DISPATCH, NARROW, ExchangeState
 from crossdock.core import CapacityError, CrossdockError
 from crossdock.kernels.dispatch import (
     SPAN,
@@ -16,7 +16,7 @@ from crossdock.kernels.dispatch import (
 )
 from crossdock.kernels.segments import place_rows
 
-_WARPS, _MASKED_WARPS = 8, 4
+_WARPS, _NARROW_WARPS, _MASKED_WARPS = 8, 4, 4
 _FP8_WARPS, _FP8_REGISTERS = 16, 64
 """Of what pushes FP8 rows: of wider programs a multiprocessor holds as many, so more warps."""
 _PLACE_BLOCK = 512
@@ -31,7 +31,7 @@ def send(state: ExchangeState, at: int, step: Step) -> None:
     dispatch_send[(1 + senders,)](
         *arguments, state.error, state.mirror,
         CHUNK=layout.chunk, GROUPS=state.groups, FP8=layout.fp8, R_MAX=state.ranks_bound,
-        INTERPRET=state.interpret, **_resources(layout.fp8),
+        INTERPRET=state.interpret, **_resources(state),
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def _fused(
     layout = state.layout
     arguments, senders = _sending(state, at, step)
     x, scales = out or (staged[0], None)
-    resources = {"num_warps": _MASKED_WARPS} if out else _resources(layout.fp8)
+    resources = {"num_warps": _MASKED_WARPS} if out else _resources(state)
     dispatch_fused[(1 + senders + receivers,)](
         *arguments, senders, *state.words(at, DISPATCH), state.records(at), staged[0],
         state.or_spare(staged[1]), *found, state.tokens_R[at], x, state.or_spare(scales),
@@ -153,5 +153,7 @@ def _check_room(state: ExchangeState, x: Tensor, scales: Tensor | None) -> None:
         state.expect("scales", scales, (*shape[:2], layout.hidden // 128), torch.float32)
 
 
-def _resources(fp8: bool) -> dict[str, int]:
-    return {"num_warps": _FP8_WARPS, "maxnreg": _FP8_REGISTERS} if fp8 else {"num_warps": _WARPS}
+def _resources(state: ExchangeState) -> dict[str, int]:
+    if state.layout.fp8:
+        return {"num_warps": _FP8_WARPS, "maxnreg": _FP8_REGISTERS}
+    return {"num_warps": _WARPS if state.layout.hidden > NARROW else _NARROW_WARPS}

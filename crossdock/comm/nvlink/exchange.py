@@ -24,8 +24,8 @@ __all__ = ["Arrived", "Masked", "NvlinkExchange", "Segments"]
 
 
 class NvlinkExchange:
-    """`programs`: how many a kernel may have, each half of one that sends and receives; None: four
-    per multiprocessor.
+    """`programs`: how many a kernel may have, each half of one that sends and receives; None: as
+    measured best.
 
     All methods that send raise:
         CapacityError: more tokens than the buffers hold, too little room for masked rows.

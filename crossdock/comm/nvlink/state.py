@@ -18,6 +18,9 @@ DISPATCH, COMBINE = range(2)
 _ROUNDS_PER_S = 600
 """Of a wait in the interpreter, about."""
 _CPU_PROGRAMS = 3
+NARROW, _PROGRAMS, _NARROW_PROGRAMS = 2048, 4, 8
+"""Programs of a multiprocessor, and of hidden sizes up to NARROW, whose programs have fewer warps:
+dispatching 8,192 BF16 rows of 2,048 between two H200 then takes 132 us instead of 158."""
 
 
 class ExchangeState:
@@ -46,7 +49,8 @@ class ExchangeState:
         on_cuda = self.device.type == "cuda"
         if programs is None and on_cuda:
             properties = torch.cuda.get_device_properties(self.device)
-            programs = 4 * properties.multi_processor_count
+            each = _PROGRAMS if layout.hidden > NARROW else _NARROW_PROGRAMS
+            programs = each * properties.multi_processor_count
         self.programs = programs or _CPU_PROGRAMS
         early = on_cuda and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.early: dict[str, Any] = {"PDL": early, **({"launch_pdl": True} if early else {})}
