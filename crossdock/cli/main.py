@@ -15,6 +15,7 @@ from crossdock.cli import (
     bench,
     bench_balance,
     bench_quant,
+    bench_soak,
     bench_suite,
     check,
     generate,
@@ -61,6 +62,7 @@ def build_app() -> typer.Typer:
     benches.command("moe")(bench.moe)
     benches.command("balance")(bench_balance.balance)
     benches.command("quant")(bench_quant.quant)
+    benches.command("soak")(bench_soak.soak)
     benches.command("startup")(bench.startup)
     benches.command("suite")(bench_suite.suite)
     benches.command("plan")(bench.plan)

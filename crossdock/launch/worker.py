@@ -109,7 +109,7 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
                 case Abort(request_id):
                     engine.abort(request_id)
                 case Report():
-                    values = {**engine.recorder.snapshot(), "rss_bytes": _resident_bytes()}
+                    values = {**engine.recorder.snapshot(), **_memory(engine.world.device)}
                     channel.send(Snapshot(rank, values))
                 case Trace(id, steps):
                     engine.timer.trace(id, steps)
@@ -201,6 +201,14 @@ def _report_failure(rank: int, channel: Channel, error: Exception) -> None:
         channel.send(failure)
     except OSError:
         print(failure.message, file=sys.stderr)
+
+
+def _memory(device: torch.device) -> dict[str, int]:
+    """Of this process: resident, and what it holds of a GPU."""
+    held = {"rss_bytes": _resident_bytes()}
+    if device.type == "cuda":
+        held["device_bytes"] = torch.cuda.memory_reserved(device)
+    return held
 
 
 def _resident_bytes() -> int:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_a_timed_step_counts_the_work_that_was_done(engine):
     prompt, outputs = tuple(range(300, 311)), 5
     params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
     engine.add(Request("a", prompt, params, key=1), wave=1)
-    used, dense_kv, rows = [], [], engine.recorder.rows_LS
+    used, dense_kv, rows, begin = [], [], engine.recorder.rows_LS, perf_counter()
     for context in [len(prompt)] + [len(prompt) + n for n in range(1, outputs)]:
         before, counted = rows.clone(), engine.recorder.counters.get("timed_bytes", 0)
         engine.step()
@@ -61,8 +62,9 @@ def test_a_timed_step_counts_the_work_that_was_done(engine):
     assert dense == 4 * want
     counters = engine.recorder.counters
     assert counters["steps"] == outputs
-    step_ns = engine.recorder.seconds["step"] * 1e9
-    assert 0.3 * step_ns < counters["timed_ns"] <= step_ns
+    seconds = engine.recorder.seconds
+    inside = seconds["attention"] + seconds["experts"] + seconds["sample"]
+    assert inside <= counters["timed_ns"] / 1e9 <= perf_counter() - begin
     decodes = sum(spec.flops_per_token(len(prompt) + n) for n in range(1, outputs))
     assert 0 < counters["timed_flops"] - decodes < len(prompt) * spec.flops_per_token(len(prompt))
 
