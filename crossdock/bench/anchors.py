@@ -1,5 +1,6 @@
 """`recipes/anchors.toml`: loads that engines are compared by, and stored and asked figures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -51,7 +52,17 @@ class Anchors:
         """Fields of EngineConfig."""
         return dict(self._values["settings"])
 
-    def loads(self, ranks: int) -> tuple[Load, ...]:
+    def loads(self, ranks: int, names: Sequence[str]) -> tuple[Load, ...]:
+        """Those of `names`, or with "all" every one, in the order of the file.
+
+        Raises:
+            ConfigError: a name that none has.
+        """
+        known = self._values["load"]
+        if unknown := [name for name in names if name not in (*known, "all")]:
+            raise ConfigError(
+                f"--anchors {unknown[0]!r}: expected all, or some of {', '.join(known)}"
+            )
         return tuple(
             Load(
                 name,
@@ -59,7 +70,8 @@ class Anchors:
                 (of["input_len"], of["input_len"]),
                 of["output_len"],
             )
-            for name, of in self._values["load"].items()
+            for name, of in known.items()
+            if "all" in names or name in names
         )
 
     def rates(
@@ -103,7 +115,7 @@ class Anchors:
         return [
             of
             for of in self._values[kind]
-            if of["model"] == name and of["gpu"] in device and of["ranks"] == ranks
+            if of["model"] == name and of["gpu"] in device.split() and of["ranks"] == ranks
         ]
 
 

@@ -10,97 +10,11 @@ from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossdock.cli.output import JsonFlag, Output, output_of
-from crossdock.cli.settings import ConfigFile, Device, Model, Quantize, settings
+from crossdock.cli.settings import Device, Model
 from crossdock.core import ConfigError
 from crossdock.core.env import read_env
 
 OutFile = Annotated[Path | None, typer.Option("--out", help="Write the JSON document here too.")]
-
-
-def engine(
-    ctx: typer.Context,
-    model: Model,
-    vs: Annotated[
-        str | None, typer.Option(help="Beside another engine: transformers.", show_default=False)
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Ranks; a list such as 1,4 is compared.")] = "1",
-    threads: Annotated[str, typer.Option(help="CPU threads a rank, for each of --ranks.")] = "1",
-    tp: Annotated[
-        str, typer.Option(help="Ranks of an attention group, for each of --ranks.")
-    ] = "1",
-    invariant: Annotated[
-        bool, typer.Option("--invariant", help="Compare with invariant mode too.")
-    ] = False,
-    overlap: Annotated[
-        str | None,
-        typer.Option(help="off, sbo, tbo or auto; a list is compared.", show_default=False),
-    ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 32,
-    input_len: Annotated[str, typer.Option(help="Tokens: N, or LOW:HIGH.")] = "20:200",
-    output_len: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
-    prompts: Annotated[
-        Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
-    load: Annotated[
-        str | None,
-        typer.Option(
-            help="dummy: random weights for a config.json or a shipped one by its name, such as "
-            "qwen3-30b-a3b.",
-            show_default=False,
-        ),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Only the first layers of the model.", show_default=False)
-    ] = None,
-    routing: Annotated[
-        str | None, typer.Option(help="uniform or zipf:A in place of the router's choice.")
-    ] = None,
-    quantize: Quantize = None,
-    device: Device = None,
-    target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a timeline of the first engine's first steps (Perfetto's JSON)."),
-    ] = None,
-    config: ConfigFile = None,
-    out: OutFile = None,
-    json: JsonFlag = False,
-) -> None:
-    """Output tokens per second without HTTP; what is compared takes turns in one run."""
-    from crossdock.bench import engine as bench
-    from crossdock.bench.case_table import render
-    from crossdock.bench.report import parse_counts, parse_lengths
-
-    if vs not in (None, "transformers"):
-        raise ConfigError(f"--vs {vs!r}: expected transformers")
-    lengths = parse_lengths(input_len, "--input-len")
-    if len(lengths) > 1:
-        raise ConfigError(f"--input-len {input_len!r}: one length or one range")
-    given = {"load": load, "layers": layers, "routing": routing, "quantize": quantize}
-    fields, _ = settings(config, device=device, **given)
-    options = bench.EngineOptions(
-        model=model,
-        ranks=parse_counts(ranks, "--ranks"),
-        threads=parse_counts(threads, "--threads"),
-        tp=parse_counts(tp, "--tp"),
-        invariant=invariant,
-        overlap=tuple(overlap.split(",")) if overlap else (fields.get("overlap", "auto"),),
-        vs_transformers=vs is not None,
-        num_prompts=num_prompts,
-        input_len=lengths[0],
-        output_len=output_len,
-        prompts_file=prompts,
-        repeats=repeats,
-        target=target,
-        trace=trace,
-        settings=fields,
-    )
-    output = output_of(ctx)
-    with output.stages() as on_progress:
-        run = bench.run_engines(options, on_progress)
-    report = bench.report(run, command_line())
-    finish(report.document(), render(report), out, output)
 
 
 def serve(

@@ -14,6 +14,7 @@ from crossdock.cli import (
     balance,
     bench,
     bench_balance,
+    bench_engine,
     bench_quant,
     bench_soak,
     bench_suite,
@@ -55,7 +56,7 @@ def build_app() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.add_typer(benches, name="bench")
-    benches.command("engine")(bench.engine)
+    benches.command("engine")(bench_engine.engine)
     benches.command("serve")(bench.serve)
     benches.command("comm")(bench.comm)
     benches.command("experts")(bench.experts)

@@ -34,6 +34,7 @@ from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.engine.eager import why_eager
 from crossdock.engine.engine import Engine
 from crossdock.engine.group import GroupSampler, Inbox, agreed_pages, exchanged_bytes
+from crossdock.engine.made_up import Limits, warm_sampler, warm_up
 from crossdock.engine.memory import (
     check_kv_dtype,
     expert_workspace,
@@ -41,7 +42,7 @@ from crossdock.engine.memory import (
     resolve_kv_dtype,
 )
 from crossdock.engine.overlap import OverlapPolicy, check_overlap, forced, refusals, unmeasured
-from crossdock.engine.overlap_measure import Limits, measure_overlap
+from crossdock.engine.overlap_measure import measure_overlap
 from crossdock.engine.quantize import runs_in_fp8, wire_hidden
 from crossdock.engine.rebalance import Rebalancer
 from crossdock.engine.router_bias import BiasAdjuster
@@ -155,6 +156,10 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     overlap = _build_overlap(config, spec, runner, world, limits)
     if graphs is not None:
         graphs.capture_all(overlap.choose_graph)
+    if world.device.type == "cuda":
+        warm_sampler(sampler)
+        if config.overlap != "auto":
+            warm_up(runner, world, limits, [config.overlap])
     timer = build_timer(config, spec, model, one_page / config.page_size, recorder, world.device)
     recorder.reset()
     info: dict[str, Any] = {

@@ -82,7 +82,7 @@ def refusals(config: EngineConfig, spec: ModelSpec) -> dict[OverlapMode, str]:
     found: dict[OverlapMode, str] = {}
     if not spec.moe.shared_intermediate_size:
         found["sbo"] = "the model has no shared expert to run while rows travel"
-    if config.max_num_batched_tokens < 2:
+    if config.max_num_batched_tokens == 1:
         found["tbo"] = "max_num_batched_tokens is 1, and no batch of one token has two halves"
     if config.tp > 1 and config.device == "cuda":
         found["tbo"] = "with tp > 1 NCCL's kernels would run beside ones that wait for other ranks"

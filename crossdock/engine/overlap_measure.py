@@ -4,18 +4,14 @@ All ranks take part and decide alike, from the times of the slowest rank. What a
 matter of the machine and of what else runs on it, so a mode must win clearly, or it stays out.
 """
 
-import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 
-import torch
-
 from crossdock.comm import World, await_start
-from crossdock.core import OverlapMode, Plan, Request, SamplingParams, Scheduled
-from crossdock.engine.overlap import OverlapPolicy, Rung, middle
-from crossdock.engine.runner import How, Runner
+from crossdock.core import OverlapMode, Plan
+from crossdock.engine.made_up import Limits, Meter, made_up, prefills
+from crossdock.engine.overlap import OverlapPolicy, Rung
+from crossdock.engine.runner import Runner
 
 _FIRST_TOKENS, _FACTOR = 8, 4
 """Sizes: the first, and how much larger each next one is."""
@@ -25,22 +21,8 @@ _GAIN = 0.98
 _BUDGET_S = {"cpu": 0.5, "cuda": 3.0}
 """What measuring may take. Sizes whose steps are longer are left out: the largest that was measured
 stands for them."""
-_CONTEXT = 64
-"""Tokens that decodes see at most."""
-_PROMPT, _FIRST_PREFILL = 1024, 512
-"""Tokens of a prompt, and of the smallest step of prompts, where decodes are measured apart."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of a step and of the cache."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    vocab_size: int
+_FIRST_PREFILL = 512
+"""Tokens of the smallest step of prompts, where decodes are measured apart."""
 
 
 def measure_overlap(
@@ -54,21 +36,21 @@ def measure_overlap(
     """
     world.board.enter("agree", step=0)
     await_start(world)
-    meter, graphs = _Meter(runner, world), runner.graphs
+    meter, graphs = Meter(runner, world), runner.graphs
     # On a CPU both do the same in another order, and "sbo" waits less for other ranks; on a GPU it
     # takes a stream more and leaves the exchange fewer multiprocessors.
     usual: OverlapMode = "sbo" if "sbo" in modes and world.device.type == "cpu" else "off"
     budget, most = _BUDGET_S[world.device.type], limits.max_num_batched_tokens
     if graphs is None:
-        plans = (_made_up(tokens, limits, world.rank) for tokens in _sizes(most))
+        plans = (made_up(tokens, limits, world.rank) for tokens in _sizes(most))
         ladder = _climb(plans, meter, modes, usual, budget)
         replayed: tuple[Rung, ...] = ()
     else:  # decodes are measured apart
         sizes = [size for size in _sizes(most) if size >= _FIRST_PREFILL] or [most]
-        plans = (_prefills(tokens, limits, world.rank) for tokens in sizes)
+        plans = (prefills(tokens, limits, world.rank) for tokens in sizes)
         ladder = _climb(plans, meter, modes, usual, budget)
         top = graphs.decode_sizes[-1]
-        decodes = (_made_up(size, limits, world.rank) for size in _sizes(top) if size <= most)
+        decodes = (made_up(size, limits, world.rank) for size in _sizes(top) if size <= most)
         replayed = _climb(decodes, meter, modes, usual, budget)
     runner.kv.clear(meter.pages)
     why = f"measured up to {ladder[-1].tokens} tokens a rank"
@@ -81,7 +63,7 @@ def measure_overlap(
 
 def _climb(
     plans: Iterable[Plan],
-    meter: "_Meter",
+    meter: Meter,
     modes: Sequence[OverlapMode],
     usual: OverlapMode,
     budget: float,
@@ -109,7 +91,7 @@ def _sizes(most: int) -> Iterator[int]:
 
 
 def _compare(
-    meter: "_Meter", plan: Plan, modes: Sequence[OverlapMode]
+    meter: Meter, plan: Plan, modes: Sequence[OverlapMode]
 ) -> dict[OverlapMode, list[float]]:
     """Seconds of each repeat; modes take turns."""
     for mode in modes[1:]:
@@ -137,61 +119,3 @@ def pays(times: Sequence[float], base: Sequence[float]) -> bool:
     """Whether the median ratio of neighbours in time says so, and all ratios but one agree."""
     ratios = sorted(t / b for t, b in zip(times, base, strict=True))
     return median(ratios) <= _GAIN and ratios[-2] < 1
-
-
-class _Meter:
-    """`pages`: how many of the cache, from the first on, steps have written."""
-
-    def __init__(self, runner: Runner, world: World):
-        self._runner, self._world, self.pages = runner, world, 0
-
-    def seconds(self, plan: Plan, mode: OverlapMode) -> float:
-        """A step on all ranks, every one of which has a plan of this shape; of the slowest."""
-        device, lockstep = self._world.device, self._world.lockstep
-        self.pages = max(self.pages, *(1 + page for item in plan.items for page in item.pages))
-        how = self._how(plan, mode)
-        lockstep.exchange((0,))
-        start = time.perf_counter()
-        self._runner.run(plan, how)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        took = time.perf_counter() - start
-        return max(row[0] for row in lockstep.exchange((int(took * 1e9),))) / 1e9
-
-    def _how(self, plan: Plan, mode: OverlapMode) -> How:
-        tokens, graphs = plan.num_tokens, self._runner.graphs
-        size = None if graphs is None else graphs.fit(graphs.need(plan), tokens)
-        if graphs is not None and size is not None and not (size.prompts and mode == "tbo"):
-            graphs.capture(size, mode)
-            return How(size.rows, mode, graph=size)
-        cut = middle([len(item.tokens) for item in plan.items])
-        return How(tokens if mode != "tbo" else max(cut, tokens - cut), mode, cut)
-
-
-def _prefills(tokens: int, limits: Limits, rank: int) -> Plan:
-    """Prompts of one length."""
-    count = min(-(-tokens // min(_PROMPT, limits.max_model_len)), limits.max_num_seqs)
-    return _made_up(tokens, replace(limits, max_num_seqs=count), rank)
-
-
-def _made_up(tokens: int, limits: Limits, group: int) -> Plan:
-    """Decodes while there are sequences enough, else prefills of one length; none of them samples.
-    Sequences use pages in turn, so that few of a large cache are touched."""
-    count = min(tokens, limits.max_num_seqs)
-    length = min(-(-tokens // count), limits.max_model_len, limits.num_pages * limits.page_size)
-    start = min(_CONTEXT, limits.max_model_len - 1) if length == 1 else 0
-    start = min(start, limits.num_pages * limits.page_size - 1)
-    draw = random.Random(group)
-    pages_each = -(-(start + length) // limits.page_size)
-    items: list[Scheduled] = []
-    for i in range(count):
-        here = min(length, tokens - i * length)
-        if here <= 0:
-            break
-        first = i * pages_each
-        pages = tuple((first + n) % limits.num_pages for n in range(pages_each))
-        ids = tuple(draw.randrange(limits.vocab_size) for _ in range(here))
-        request = Request(str(i), ids, SamplingParams(), key=draw.getrandbits(63))
-        items.append(Scheduled(request, start, ids, pages, sample=False))
-    items.sort(key=lambda item: len(item.tokens) > 1)
-    return Plan(tuple(items))

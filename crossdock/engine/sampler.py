@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossdock.core import Sampled, Scheduled, TokenLogprob
+from crossdock.engine.row_ops import row_ops
 
 GREEDY_BELOW = 1e-5
 """Temperatures under this mean argmax; dividing by them would overflow."""
@@ -52,6 +53,7 @@ class Sampler:
     def __init__(self, vocab_size: int, device: torch.device | str):
         self.vocab_size = vocab_size
         self.device = torch.device(device)
+        self._rows = row_ops(self.device)
 
     @torch.inference_mode()
     def sample(
@@ -160,7 +162,7 @@ class Sampler:
         of their ids. Filters set weights to 0 and leave the rest as they are."""
         params = [item.request.params for item in items]
         x_BV = x_BV / self._tensor([[p.temperature] for p in params], torch.float32)
-        w_BV = x_BV.softmax(-1)
+        w_BV = self._rows.softmax(x_BV)
         if any(p.min_p > 0 for p in params):
             min_p_B1 = self._tensor([[p.min_p] for p in params], torch.float32)
             w_BV *= w_BV >= min_p_B1 * w_BV.amax(-1, keepdim=True)
@@ -172,7 +174,7 @@ class Sampler:
             w_bV = w_BV[rows]
             w_BV[rows] = w_bV * self._most_likely(w_bV, [items[row] for row in cut])
         # float64: rounding in a parallel scan must not make room for a token of weight 0.
-        cdf_BV = w_BV.cumsum(-1, dtype=torch.float64)
+        cdf_BV = self._rows.cumsum(w_BV)
         total_B1 = cdf_BV[:, -1:]
         draws = [
             [uniform(i.request.key if p.seed is None else p.seed, i.num_outputs)]
@@ -194,7 +196,7 @@ class Sampler:
         p_B1 = self._tensor([[p.top_p if p.top_p < 1 else 2.0] for p in params], torch.float64)
         sorted_BV = _descending(w_BV)
         in_k_BV = torch.arange(V, device=self.device) < k_B1
-        sums_BV = (sorted_BV * in_k_BV).cumsum(-1, dtype=torch.float64)
+        sums_BV = self._rows.cumsum(sorted_BV * in_k_BV)
         # A token stays while those before it have not reached p of the whole.
         reached_B1 = (sums_BV < p_B1 * sums_BV[:, -1:]).sum(-1, keepdim=True) + 1
         count_B1 = torch.minimum(reached_B1, k_B1)
@@ -214,7 +216,7 @@ class Sampler:
         """Log-softmax of the raw logits: what the model said, before any parameter. To be called
         once the device is past this."""
         rows = self._tensor(reported, torch.int64)
-        raw_BV = logits_BV[rows].log_softmax(-1)
+        raw_BV = self._rows.log_softmax(logits_BV[rows])
         ids_B1 = ids_B[rows][:, None]
         chosen_B1 = raw_BV.gather(1, ids_B1)
         ranks_B = _to_host((raw_BV > chosen_B1).sum(-1) + 1)
@@ -223,7 +225,7 @@ class Sampler:
         likeliest: list[tuple[list[int], Tensor, Tensor]] = []
         for count in set(wanted) - {0}:  # per count, since ties at the end depend on it
             at = [n for n, want in enumerate(wanted) if want == count]
-            values, ids = raw_BV[self._tensor(at, torch.int64)].topk(count)
+            values, ids = self._rows.topk(raw_BV[self._tensor(at, torch.int64)], count)
             likeliest.append((at, _to_host(_finite(values)), _to_host(ids)))
 
         def finish() -> list[Sampled]:

@@ -133,14 +133,14 @@ def _decode_kernel(
                 )  # fmt: skip
         out = acc / tl.expand_dims(total, M_AXIS)
         if tl.load(first_ptr + b + 1) - tl.load(first_ptr + b) == 1:  # nothing to merge
-            out_row = b * heads + g * GROUP + row
-            at = out_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
-            tl.store(at, cast_rows(out, q_type, INTERPRET), mask=inside)
+            whole_row = b * heads + g * GROUP + row
+            whole = out_ptr + tl.expand_dims(whole_row, M_AXIS) * D + d_2
+            tl.store(whole, cast_rows(out, q_type, INTERPRET), mask=inside)
         else:
-            out_row = w.to(tl.int64) * heads + g * GROUP + row
-            at = part_ptr + tl.expand_dims(out_row, M_AXIS) * D + d_2
-            tl.store(at, out, mask=inside)
-            tl.store(lse_ptr + out_row, best + tl.log2(total), mask=row < GROUP)
+            part_row = w.to(tl.int64) * heads + g * GROUP + row
+            part = part_ptr + tl.expand_dims(part_row, M_AXIS) * D + d_2
+            tl.store(part, out, mask=inside)
+            tl.store(lse_ptr + part_row, best + tl.log2(total), mask=row < GROUP)
 
 
 def decode_slots(kv_heads: int, device: torch.device) -> int:

@@ -17,7 +17,7 @@ from crossdock.kernels.rms_norm import add_rms_norm_invariant, rms_norm_invarian
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 4e-3}
 SHAPES = [(1, 1), (8, 45), (70, 33), (64, 128), (130, 300)]
 """(N, K)"""
 MOST = 300

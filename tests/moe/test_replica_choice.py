@@ -140,7 +140,7 @@ def test_one_kernel_gives_experts_where_more_is_done_with_them(scoring):
     route.bias_E.copy_(torch.randn(12) * 0.1)
     counts_E = torch.zeros(12, dtype=torch.int64)
     kernel = _one_kernel(spec, _identity(12, CPU), route.bias_E, counts_E)
-    ids, weights = kernel(route._logits(x), torch.randint(-(2**62), 2**62, (20,)))
+    ids, weights = kernel(route._logits(x), torch.randint(-(2**62), 2**62, (20,)), None)
     want_ids, want_weights = route.choose(x)
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-7)
