@@ -55,7 +55,7 @@ class BalanceOptions:
 
 
 def run_balance(options: BalanceOptions, on_progress: Callable[[str], None]) -> list[Case]:
-    from crossdock.bench.balance_reroute import reroute_times  # needs torch
+    from crossdock.bench.balance_reroute import exchange_times, reroute_times  # need torch
 
     POLICIES["lp"](Problem(FLASHLB_LOADS, 8, 2))  # imports scipy, which is not planning
     cases = planning_time(options.repeats)
@@ -69,7 +69,7 @@ def run_balance(options: BalanceOptions, on_progress: Callable[[str], None]) -> 
         on_progress(f"choice of replicas: {ranks} ranks")
         for tokens in (128, options.tokens):
             cases += replica_choices(ranks, options.seeds, tokens)
-    cases += reroute_times(options.ranks, options.repeats)
+    cases += reroute_times(options.ranks, options.repeats) + exchange_times(options.repeats)
     for ranks in options.ranks:
         for drift in (0.1, 0.2):
             on_progress(f"drifting loads: {ranks} ranks, {drift:g} a window")
@@ -98,7 +98,8 @@ def report(options: BalanceOptions, cases: Sequence[Case], command: str) -> Repo
             "lp splits over eplb's copies",
             "choice": "one step of so many tokens a rank, copies placed by eplb for their "
             "popularity; on_own_rank: the part that does not travel; all ranks on one node",
-            "reroute": "by quota, one layer, a rank's share; on a GPU replays of a graph",
+            "reroute": "by quota, one layer, a rank's share: counting, planning, choosing; on a "
+            "GPU replays of a graph, beside it planning alone and the exchange between its GPUs",
             "drift": "planned on window i, scored on i + 1; moves by experts that reach a rank "
             "without them, all windows and layers; the start is the linear placement",
             "small": "means over layers or loads; optimal splits equally, so quota and lp can "

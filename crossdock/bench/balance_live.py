@@ -139,7 +139,9 @@ def _round(
     first = client.reading()
     balancer.begin_window()
     off = _run(llm, prompts, output_len)
-    share = expert_share(Window.between(first, client.reading()), client.config)
+    window = Window.between(first, client.reading())
+    # Of a GPU where no step was timed: as decisions take it to be.
+    share = window.expert_share or expert_share(window, client.config)
     began, ended, outcomes = 0.0, 0.0, list["Outcome | None"]()
 
     def look() -> None:
@@ -255,8 +257,8 @@ def report(run: LiveRun, command: str) -> Report:
         "meaning": {
             "live_itl": "of the last two thirds of a load's tokens",
             "live_gain_off_prediction": "throughput gained against what the plan says, if the "
-            "experts' time (live_expert_share; assumed, not measured, on GPUs) follows the fullest "
-            "ranks' tokens",
+            "experts' time (live_expert_share; on GPUs of the steps that were timed) follows the "
+            "fullest ranks' tokens",
             "off": "the popular experts together on the first ranks, nobody moves them",
             "moving": "gaps that fall into the move, and the load in which it was; planning: into "
             "the planning before it, in a process of its own",

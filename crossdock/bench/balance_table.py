@@ -17,6 +17,8 @@ TITLES = {
     "generator_replicas": "UltraEP's generator: replicas",
     "choice_imbalance": "choice of replicas in a step: imbalance",
     "reroute": "choosing copies by quota, without the exchange of counts, us",
+    "reroute_planning": "of that the quotas of all ranks, us",
+    "counts_exchange": "exchange of counts between these GPUs, us",
     "drift_imbalance": "planned on window i, scored on i + 1: imbalance",
     "sticky_improvement_over_eplb": "part of eplb's improvement that sticky reaches",
     "sticky_moves_over_eplb": "experts that sticky moves, over eplb's",

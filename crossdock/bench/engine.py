@@ -93,7 +93,7 @@ def _tokens(run: EngineRun, variant: Variant, load: Load, prompts: bool) -> list
 
 def _rates(run: EngineRun, variant: Variant, load: Load) -> list[float]:
     """What the load is judged by."""
-    return _tokens(run, variant, load, prompts=run.options.anchors and load.counts_input)
+    return _tokens(run, variant, load, prompts=bool(run.options.anchors) and load.counts_input)
 
 
 def _unit(run: EngineRun) -> str:

@@ -98,6 +98,10 @@ def run_engines(options: EngineOptions, on_progress: OnProgress = lambda what: N
 
 def loads_of(options: EngineOptions) -> tuple[Load, ...]:
     if options.anchors:
+        if len(set(options.ranks)) > 1:
+            raise ConfigError(
+                "--anchors: its loads grow with the ranks; give one number of --ranks"
+            )
         return Anchors().loads(options.ranks[0], options.anchors)
     return (Load("", options.num_prompts, options.input_len, options.output_len),)
 

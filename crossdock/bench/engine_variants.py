@@ -25,9 +25,9 @@ class EngineOptions:
 
     `overlap`: modes to compare. `compare`: as `parse_compared` gives it; engines that differ from
     the first in that alone. `anchors`: names of loads of `recipes/anchors.toml`, or "all", in place
-    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `trace`: where a timeline of the first
-    variant's first steps goes. `settings`: further fields of `EngineConfig`. `target`: the ratio to
-    reach, to transformers if that runs too, else to the first of our variants.
+    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `trace`: where a
+    timeline of the first variant's first steps goes. `settings`: further fields of `EngineConfig`.
+    `target`: the ratio to reach, to transformers if that runs too, else to the first of ours.
     """
 
     model: str
@@ -145,20 +145,22 @@ def engine_settings(options: EngineOptions, variant: Variant) -> dict[str, Any]:
         "invariant": variant.invariant,
         "overlap": variant.overlap,
         "prefix_caching": False,
-        **_change(variant),
+        **_change(options, variant),
     }
     EngineConfig(**settings)
     return settings
 
 
-def _change(variant: Variant) -> dict[str, Any]:
+def _change(options: EngineOptions, variant: Variant) -> dict[str, Any]:
     match variant.changed:
         case None:
             return {}
         case ("graphs", _):
             return {"enforce_eager": True}
         case ("tp", how):
-            return {"tp": int(how)}
+            # It counts those of a group, of which there are fewer now.
+            running = options.settings.get("max_num_seqs", 0) * int(how) // variant.tp
+            return {"tp": int(how), **({"max_num_seqs": running} if running else {})}
         case (what, how):
             return {what.replace("-", "_"): how}
 

@@ -161,7 +161,8 @@ def report(soak: Soak, command: str) -> Report:
         case_of("output_throughput", [soak.tokens / soak.seconds], "tokens/s", "higher", shape),
     ]
     device = str(soak.info[0].get("device", "cpu"))
-    return Report(command, _device_name(device), tuple(c for c in cases if c is not None))
+    made = tuple(case for case in cases if case is not None)
+    return Report(command, _device_name(device), made, {"settings": options.settings})
 
 
 def _one(

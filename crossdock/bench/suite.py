@@ -2,6 +2,8 @@
 time. A part that does not end in its share is named and left out; the others are kept."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,24 +13,33 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.bench.report import Case, Report
+from crossdock.core import ConfigError
 
 ENGINE_SETTINGS = """\
+load = "dummy"
 max_num_seqs = 256
 max_num_batched_tokens = 8192
 max_model_len = 4096
 """
 MODELS = ("deepseek-v2-lite", "qwen3-30b-a3b")
+LARGE = "qwen3-235b-a22b"
+LARGE_FROM = 4
+"""GPUs that it fits."""
+ZIPF = ENGINE_SETTINGS + 'routing = "zipf:1.0"\nrebalance_step_mib = 64.0\n'
+SETTLE_S = 1.5
+"""In which the ranks of a part that was ended notice that, and leave the GPUs."""
 
 
 @dataclass(frozen=True)
 class Part:
     """`arguments` of `crossdock bench`; `share` of the time that is left, at most; `settings`: what
-    its TOML file says."""
+    its TOML file says. `extra`: only where it is asked for by name."""
 
     name: str
     arguments: tuple[str, ...]
     share: float
     settings: str = ""
+    extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,22 +53,47 @@ class Outcome:
 
 
 def gpu_parts(gpus: int) -> tuple[Part, ...]:
-    """The workloads of the figures this project compares itself with, per GPU."""
+    """The workloads of the figures this project compares itself with, per GPU; `extra` ones: every
+    setting of the engine against its default, and what single steps and layers take."""
     count = ("--ranks", str(gpus))
     parts = [
         Part("comm", ("comm", *count, "--tokens", "1,32,128,4096", "--repeats", "5"), 0.2),
         Part("moe", ("moe", *count, "--tokens", "128,4096", "--repeats", "5"), 0.2),
     ]
-    loads = (("prefill", 64, "2048", "1"), ("decode", 256, "1024", "257"))
+    loads = ("--anchors", "prefill,decode-256")
     for model in MODELS:
-        for what, prompts, before, after in loads:
-            arguments = (
-                "engine", model, *count, "--load", "dummy", "--routing", "uniform",
-                "--overlap", "off,auto", "--num-prompts", str(prompts * gpus),
-                "--input-len", before, "--output-len", after, "--repeats", "3",
-            )  # fmt: skip
-            parts.append(Part(f"engine-{model}-{what}", arguments, 0.3, ENGINE_SETTINGS))
+        compared = ("engine", model, *count, *loads, "--compare", "overlap=off", "--repeats", "2")
+        parts.append(Part(f"engine-{model}", compared, 0.5))
+    if gpus >= LARGE_FROM:
+        large = ("engine", LARGE, *count, *loads, "--quantize", "fp8", "--repeats", "1")
+        parts.append(Part(f"engine-{LARGE}", large, 0.6))
+    live = ("--requests", str(128 * gpus), "--lengths", "256:128", "--rounds", "2")
+    parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 0.6, ZIPF))
+    steps = ("--repeats", "5", "--steps", "4")
+    for model in MODELS:
+        what = ("--measure", "overlap,mixed,memory" + ",ranks" * (gpus > 1))
+        part = Part(f"steps-{model}", ("steps", model, *count, *what, *steps), 0.8, extra=True)
+        parts.append(part)
+    layers = ("steps", "deepseek-v3", *count, "--layers", "8", "--measure", "layers", *steps)
+    parts.append(Part("steps-deepseek-v3", layers, 0.8, extra=True))
+    for model in MODELS:
+        every = ("engine", model, *count, *loads, "--compare", "all", "--repeats", "1")
+        parts.append(Part(f"compare-{model}", every, 1.0, extra=True))
     return tuple(parts)
+
+
+def chosen(parts: Sequence[Part], names: str | None) -> list[Part]:
+    """Those of a comma list, in its order; without one all that are not extra.
+
+    Raises:
+        ConfigError: a name that none has; lists them.
+    """
+    if names is None:
+        return [part for part in parts if not part.extra]
+    known = {part.name: part for part in parts}
+    if unknown := [name for name in names.split(",") if name not in known]:
+        raise ConfigError(f"--parts {unknown[0]!r}: expected some of {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names.split(","))]
 
 
 def host_parts(ranks: int) -> tuple[Part, ...]:
@@ -98,14 +134,24 @@ def _run(part: Part, limit: float, out: Path) -> Outcome:
         command += ["--config", str(out.with_suffix(".toml"))]
     if limit <= 0:
         return Outcome(part, 0.0, None, "no time was left")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired:
-        return Outcome(part, limit, None, f"did not end within its {limit:.0f} s")
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said = process.communicate(timeout=limit)[1].strip().splitlines()
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with the children that run its engines
+            process.communicate()
+            time.sleep(SETTLE_S)
+            return Outcome(part, limit, None, f"did not end within its {limit:.0f} s")
     seconds = time.monotonic() - begin
     if not out.exists():
-        said = done.stderr.strip().splitlines()
-        return Outcome(part, seconds, None, said[-1] if said else f"exit code {done.returncode}")
+        why = said[-1] if said else f"exit code {process.returncode}"
+        return Outcome(part, seconds, None, why)
     return Outcome(part, seconds, json.loads(out.read_text()))
 
 

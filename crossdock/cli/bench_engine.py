@@ -92,6 +92,11 @@ def engine(
     given = {"load": load, "layers": layers, "routing": routing, "quantize": quantize}
     fields, _ = settings(config, device=device, **given)
     if anchors is not None:
+        for name in ("num_prompts", "input_len", "output_len", "prompts"):
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"--anchors has loads of its own; leave out {flag}")
         from crossdock.bench.anchors import Anchors
 
         fields = {**Anchors().settings, **fields}

@@ -17,6 +17,14 @@ def suite(
     ranks: Annotated[
         int | None, typer.Option(help="Rank processes. [default: all visible GPUs; 8 on CPUs]")
     ] = None,
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="A list, by the names of their documents; also steps-MODEL and compare-MODEL, "
+            "which else do not run.",
+            show_default=False,
+        ),
+    ] = None,
     minutes: Annotated[float, typer.Option(min=0.1, help="For all of it.")] = 9.5,
     folder: Annotated[
         Path, typer.Option("--out", help="Where each part's JSON document goes.")
@@ -24,17 +32,19 @@ def suite(
     device: Device = None,
     json: JsonFlag = False,
 ) -> None:
-    """Everything that several GPUs are measured by, within a given time: comm, moe, engine. On CPUs
-    a dry run in Triton's interpreter. Exit code 1 if a part is missing."""
+    """Everything that several GPUs are measured by, within a given time: comm, moe, engine with
+    overlap and without, balance live. On CPUs a dry run in Triton's interpreter. Exit code 1 if a
+    part is missing."""
     from crossdock.bench import suite as bench
     from crossdock.bench.case_table import render
     from crossdock.bench.ranks import choose_ranks
 
     count, kind = choose_ranks(ranks, device, on_cpu=8)
-    parts = bench.gpu_parts(count) if kind == "cuda" else bench.host_parts(count)
+    every = bench.gpu_parts(count) if kind == "cuda" else bench.host_parts(count)
+    wanted = bench.chosen(every, parts)
     output = output_of(ctx)
     with output.stages() as on_progress:
-        outcomes = bench.run_suite(parts, 60 * minutes, folder, on_progress)
+        outcomes = bench.run_suite(wanted, 60 * minutes, folder, on_progress)
     shown: list[RenderableType] = []
     for outcome in outcomes:
         if outcome.document is not None:

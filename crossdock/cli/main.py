@@ -17,6 +17,7 @@ from crossdock.cli import (
     bench_engine,
     bench_quant,
     bench_soak,
+    bench_steps,
     bench_suite,
     check,
     generate,
@@ -65,6 +66,7 @@ def build_app() -> typer.Typer:
     benches.command("quant")(bench_quant.quant)
     benches.command("soak")(bench_soak.soak)
     benches.command("startup")(bench.startup)
+    benches.command("steps")(bench_steps.steps)
     benches.command("suite")(bench_suite.suite)
     benches.command("plan")(bench.plan)
     return app

@@ -10,7 +10,7 @@ from crossdock.comm.lockstep import broken
 from crossdock.comm.shared import SETS, SharedMemory, require_total_store_order
 from crossdock.comm.waiting import Waiter
 from crossdock.comm.world import COUNTS, World
-from crossdock.core import CapacityError, ConfigError
+from crossdock.core import CapacityError, ConfigError, Transport
 from crossdock.metrics import Recorder
 
 _LINE = 64
@@ -18,7 +18,7 @@ _LINE = 64
 
 class Counts(Protocol):
     def gather(self, counts_E: Tensor) -> Tensor:
-        """int64 [E] of every rank, [R, E]; all ranks call it equally often.
+        """int64 [E] of every rank, on a GPU int32, to [R, E]; all ranks call it equally often.
 
         Raises:
             RankLost: a rank did not come within the deadline.
@@ -89,8 +89,11 @@ def counts_bytes(ranks: int, experts: int) -> int:
     return SETS * ranks * (_LINE + experts * 8)
 
 
-def build_counts(world: World, experts: int, recorder: Recorder) -> Counts:
-    """
+def build_counts(
+    world: World, experts: int, recorder: Recorder, transport: Transport | None = None
+) -> Counts:
+    """Collective. `transport`: beside which CUDA ranks without a process group exchange counts.
+
     Raises:
         ConfigError: ranks that have no way to exchange counts.
     """
@@ -98,6 +101,16 @@ def build_counts(world: World, experts: int, recorder: Recorder) -> Counts:
         return LocalCounts()
     if world.group is not None:
         return GroupCounts(world.group, world.size, world.waiter)
+    if world.device.type == "cuda":
+        # Imports triton.
+        from crossdock.comm.nvlink import NvlinkTransport, build_nvlink_counts
+
+        if not isinstance(transport, NvlinkTransport):
+            raise ConfigError(
+                'CUDA ranks exchange counts beside transport "nvlink" or "collective", got '
+                f"{type(transport).__name__}"
+            )
+        return build_nvlink_counts(world, transport.exchange, experts)
     if world.counts is None:
         raise ConfigError(
             f'the world was built without "{COUNTS}" memory, which exchanges of counts need'

@@ -177,6 +177,6 @@ class Model(Protocol):
         """Yields where communication is in flight; returns hidden_TH after the last norm."""
         ...
 
-    def logits(self, hidden_BH: "Tensor") -> "Tensor":
-        """float32 [B, vocab]."""
+    def logits(self, hidden_BH: "Tensor", out_BV: "Tensor | None" = None) -> "Tensor":
+        """float32 [B, vocab], in `out_BV` where that is given."""
         ...

@@ -27,6 +27,7 @@ from crossdock.core import (
     ModelSpec,
     OverlapMode,
     Placement,
+    Transport,
     load_spec,
     shard_attention,
 )
@@ -238,7 +239,7 @@ def _build_context(
         attention=config.attention,
         routing=config.routing,
         apart=build_apart(config.transport, transport, world.device, recorder),
-        router=_router_options(config, spec, world, recorder),
+        router=_router_options(config, spec, world, recorder, transport),
         group=SoloGroup()
         if config.tp == 1
         else build_group(world, exchanged_bytes(config, spec, dtype.itemsize), recorder),
@@ -268,7 +269,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _router_options(
-    config: EngineConfig, spec: ModelSpec, world: World, recorder: Recorder
+    config: EngineConfig, spec: ModelSpec, world: World, recorder: Recorder, transport: Transport
 ) -> RouterOptions:
     near: tuple[tuple[int, ...], ...] = ()
     counts = None
@@ -276,7 +277,7 @@ def _router_options(
         node = [r for r in range(world.size) if world.topology.same_node(world.rank, r)]
         near = ((world.rank,), tuple(node))
     if config.replica_choice == "quota":
-        counts = build_counts(world, spec.moe.num_experts, recorder)
+        counts = build_counts(world, spec.moe.num_experts, recorder, transport)
     adjusted = config.router_bias_step is not None
     return RouterOptions(near, counts, config.expert_capacity, adjusted)
 

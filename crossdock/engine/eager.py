@@ -20,6 +20,5 @@ def why_eager(
         f"transport {config.transport} asks the host in every layer": not on_device,
         f"attention {attention} asks the host for lengths": attention != "triton",
         "expert_capacity counts a step's tokens on the host": config.expert_capacity is not None,
-        "replica_choice quota exchanges counts within a layer": config.replica_choice == "quota",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -188,7 +188,7 @@ class StepGraphs:
         hidden_BH = self._hidden(size, overlap)
         with self._recorder.span("sample"):
             # A result of the graph's own would take as much memory for every size.
-            self.logits_BV[: len(hidden_BH)].copy_(self.model.logits(hidden_BH))
+            self.model.logits(hidden_BH, self.logits_BV[: len(hidden_BH)])
 
     def _hidden(self, size: GraphSize, overlap: OverlapMode) -> Tensor:
         rows, forward = size.rows, self.model.forward

@@ -21,7 +21,7 @@ COUNT_BITS = 24
 COUNT_SHIFT = tl.constexpr(COUNT_BITS)
 COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
 
-STAGES = {1: "dispatch", 2: "combine"}
+STAGES = {1: "dispatch", 2: "combine", 5: "an exchange of counts"}
 BAD_SLOT, SLOT_FULL = 3, 4
 """Kinds of error that are no stage; their numbers are a token and a source."""
 _BAD_SLOT, _SLOT_FULL = tl.constexpr(BAD_SLOT), tl.constexpr(SLOT_FULL)

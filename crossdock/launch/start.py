@@ -21,7 +21,7 @@ from crossdock.comm import (
     shm_bytes,
 )
 from crossdock.comm.world import COUNTS, GROUP, SHM
-from crossdock.core import ConfigError, EngineConfig, ModelSpec, check_tp
+from crossdock.core import EngineConfig, ModelSpec, check_tp
 from crossdock.core.ceilings import FP8, ceilings_of
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
@@ -114,11 +114,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     nvlink = device == "cuda" and _nvlink_serves(config, spec)
     dtype = resolve_dtype(config, spec, device)
     transport = resolve_transport(config.transport, config.ranks, device, nvlink)
-    if config.replica_choice == "quota" and device == "cuda":
-        raise ConfigError(
-            'replica_choice = "quota" runs on CPU ranks only, since GPUs do not exchange counts '
-            'within a step; use "nearest" or "hash"'
-        )
     place = torch.device(device)
     fp8 = runs_in_fp8(config, spec, place, dtype, transport)
     if spec.quant is not None and not fp8:

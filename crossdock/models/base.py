@@ -163,11 +163,14 @@ class Decoder:
                     y_tH = layer.mlp(group.all_gather(h_tH, T))
         return group.all_gather(_add_norm(self.norm, y_tH, x_tH)[0], T) if T else x_tH
 
-    def logits(self, hidden_BH: Tensor) -> Tensor:
+    def logits(self, hidden_BH: Tensor, out_BV: Tensor | None = None) -> Tensor:
         head_VH = self.head_VH
         if head_VH.is_cuda and head_VH.dtype == torch.bfloat16 and not self.products.invariant:
-            return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32)
-        return self.products.matmul(hidden_BH, head_VH, None).float()
+            if out_BV is None:
+                return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32)
+            return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32, out=out_BV)
+        logits_BV = self.products.matmul(hidden_BH, head_VH, None).float()
+        return logits_BV if out_BV is None else out_BV.copy_(logits_BV)
 
 
 def _add_norm(norm: RMSNorm, y_tH: Tensor | None, x_tH: Tensor) -> tuple[Tensor, Tensor]:

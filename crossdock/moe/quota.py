@@ -5,7 +5,7 @@ This is the host's form of `kernels.reroute`, to the token; for algorithms and s
 `balance.reroute`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,9 +36,9 @@ class QuotaMap:
         self._index, self._rank = index, rank
         self._slot_ER = np.empty((placement.num_experts, placement.num_ranks), np.int64)
         self._hosts: list[tuple[int, list[int]]] = []
-        self._copies: Copies | None = None
+        self.copies: Copies | None = None
         if on_device:
-            self._copies = _on_device(self._slot_ER.shape, device)
+            self.copies = _empty_copies(*self._slot_ER.shape, device)
         self.update(placement)
 
     def update(self, placement: Placement) -> None:
@@ -51,21 +51,25 @@ class QuotaMap:
         spread = np.flatnonzero(host_ER.sum(axis=1) > 1)
         self._hosts = [(int(e), np.flatnonzero(host_ER[e]).tolist()) for e in spread]
         self._first_E = self._slot_ER.max(axis=1)
-        if self._copies is not None:
-            spread_E = np.zeros(len(host_ER), np.int32)
-            spread_E[: len(spread)] = spread
-            self._copies.slot_ER.copy_(torch.from_numpy(self._slot_ER))
-            self._copies.spread_E.copy_(torch.from_numpy(spread_E))
-            self._copies.num_spread.fill_(len(spread))
+        if self.copies is not None:
+            self.copies.load(self._slot_ER)
 
-    def __call__(self, ids_TK: Tensor, tokens_RE: Tensor) -> Tensor:
-        """`slots_TK`; -1 where `ids_TK` is. tokens_RE: int64, how many of each rank's tokens chose
-        each expert."""
-        if self._copies is not None:
-            from crossdock.kernels.reroute import fill_quotas, reroute
+    def __call__(self, ids_TK: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """`slots_TK`; -1 where `ids_TK` is.
 
-            quota_ER = fill_quotas(tokens_RE, self._copies)
-            return reroute(ids_TK, tokens_RE, quota_ER, self._copies, self._rank)
+        Args:
+            gather: from how many of this rank's tokens chose each expert, [E], to [R, E], those of
+                each rank; int64, on the device int32.
+        """
+        if self.copies is not None:
+            from crossdock.kernels.reroute import count, fill_quotas, reroute
+
+            ids_TK = ids_TK.contiguous()
+            counted = count(ids_TK, len(self._slot_ER))
+            tokens_RE = gather(counted.tokens_E)
+            quota_ER = fill_quotas(tokens_RE, self.copies)
+            return reroute(ids_TK, counted, tokens_RE, quota_ER, self.copies, self._rank)
+        tokens_RE = gather(_counts_of(ids_TK, len(self._slot_ER)))
         ids = ids_TK.reshape(-1).numpy()
         slots = np.where(ids < 0, -1, self._first_E[ids])
         tokens = tokens_RE.numpy()
@@ -97,6 +101,13 @@ class QuotaMap:
                 if totals[e]:
                     quotas[i] = _fill(totals[e], load_R, hosts, quotas[i])
         return quotas
+
+
+def _counts_of(ids_TK: Tensor, experts: int) -> Tensor:
+    ids = ids_TK.reshape(-1)
+    ids = ids.masked_fill(ids < 0, experts)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+    return counts.scatter_add_(0, ids, torch.ones_like(ids))[:experts]
 
 
 def _fill(tokens: int, load_R: list[int], hosts: list[int], old: list[int]) -> list[int]:
@@ -136,10 +147,7 @@ def _sent(
     ]
 
 
-def _on_device(shape: tuple[int, ...], device: torch.device) -> "Copies":
-    from crossdock.kernels.reroute import Copies
+def _empty_copies(experts: int, ranks: int, device: torch.device) -> "Copies":
+    from crossdock.kernels.reroute import Copies  # imports triton
 
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=device)
-
-    return Copies(empty(*shape), empty(shape[0]), empty(1))
+    return Copies.empty(experts, ranks, device)

@@ -4,7 +4,6 @@ Scores and choice: DeepSeek-V2 (arXiv 2405.04434, section 2.2), DeepSeek-V3 (arX
 section 2.1.2), Qwen3-MoE, Mixtral, OLMoE; differences are fields of `MoESpec`.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,6 +41,8 @@ class Router:
         if options.counts is not None:
             on_device = device.type == "cuda"
             self._quota_map = QuotaMap(context.placement, index, context.rank, device, on_device)
+            dtype = torch.int32 if on_device else torch.int64
+            self._no_tokens_E = torch.zeros(spec.num_experts, dtype=dtype, device=device)
         self._by_map = self._quota_map is None and self._capacity is None
         self._in_one_kernel = None
         if device.type == "cuda":  # a token's results there depend on the token alone
@@ -78,7 +79,7 @@ class Router:
             self._dropped += over_TK.sum()
             ids_TK, weights_TK = ids_TK.masked_fill(over_TK, -1), weights_TK.masked_fill(over_TK, 0)
         if self._quota_map is not None:
-            return Routing(self._quota_map(ids_TK, self._gather(ids_TK)), weights_TK)
+            return Routing(self._quota_map(ids_TK, self._gather), weights_TK)
         slots_TK = self.slot_map(ids_TK.clamp(min=0), keys_T)
         return Routing(slots_TK.masked_fill_(ids_TK < 0, -1), weights_TK)
 
@@ -90,7 +91,7 @@ class Router:
     def nothing(self) -> Routing:
         """Of no tokens."""
         if self.gathers:
-            self._gather(self._nothing.slots_TK)
+            self._gather(self._no_tokens_E)
         return self._nothing
 
     def place(self, placement: Placement) -> None:
@@ -99,17 +100,11 @@ class Router:
         if self._quota_map is not None:
             self._quota_map.update(placement)
 
-    def _gather(self, ids_TK: Tensor) -> Tensor:
+    def _gather(self, tokens_E: Tensor) -> Tensor:
         """`tokens_RE` of this exchange."""
         assert self._counts is not None
-        start, E = time.perf_counter(), self.spec.num_experts
-        ids = ids_TK.reshape(-1)
-        ids = ids.masked_fill(ids < 0, E)
-        counts = torch.zeros(E + 1, dtype=torch.int64, device=ids.device)
-        counts.scatter_add_(0, ids, torch.ones_like(ids))
-        tokens_RE = self._counts.gather(counts[:E])
-        self._recorder.observe("counts", time.perf_counter() - start)
-        return tokens_RE
+        with self._recorder.span("counts"):
+            return self._counts.gather(tokens_E)
 
     def choose(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
         """`(ids_TK, weights_TK)`: logical experts by falling score, and their fp32 weights."""

@@ -172,8 +172,10 @@ def test_a_cold_start_is_told_and_followed_by_one_with_its_kernels(on_two_gpus, 
 def test_some_of_the_loads(on_two_gpus):
     run = engine_run.run_engines(options(anchors=("decode-256", "prefill")))
     assert [load.name for load in run.prompt_tokens] == ["prefill", "decode-256"]
-    with pytest.raises(ConfigError, match="decode-128"):
+    with pytest.raises(ConfigError, match=r"decode-1'.*decode-128"):
         engine_run.loads_of(options(anchors=("decode-1",)))
+    with pytest.raises(ConfigError, match="one number of --ranks"):
+        engine_run.loads_of(options(ranks=(1, 2)))
 
 
 def test_what_is_asked_for_alone_must_run(on_two_gpus):
@@ -197,7 +199,10 @@ def test_compared_settings():
         settings = engine_settings(of, variant)
         differ = {k for k, v in settings.items() if default.get(k) != v}
         assert len(differ) == 1, variant
+    of = options(compare=parse_compared("tp"))  # as many sequences run at once
+    seqs = [engine_settings(of, v)["max_num_seqs"] for v in variants_of(of)]
+    assert seqs == [256, 512, 256]
     with pytest.raises(ConfigError, match="varies one engine"):
         variants_of(EngineOptions("m", ranks=(1, 2), compare=every))
     with pytest.raises(ConfigError, match="tp = 2"):
-        engine_settings(of, Variant(1, 1, changed=("tp", "2")))
+        engine_settings(EngineOptions("m"), Variant(1, 1, changed=("tp", "2")))

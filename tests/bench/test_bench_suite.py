@@ -8,6 +8,7 @@ import pytest
 from crossdock.bench import suite
 from crossdock.bench.case_table import render
 from crossdock.bench.report import Report, case_of, write_document
+from crossdock.core import ConfigError
 
 CASES = (
     case_of("time", [1.0, 2.0, 3.0], "us", "lower", {"variant": "a"}, target=2.5),
@@ -49,11 +50,38 @@ def test_parts_that_fail_or_take_too_long_are_named(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "good.toml").read_text() == "max_num_seqs = 3\n"
 
 
-@pytest.mark.parametrize("gpus", [1, 4, 8])
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
 def test_gpu_parts_grow_with_the_gpus(gpus):
     parts = {part.name: part.arguments for part in suite.gpu_parts(gpus)}
-    prefill = parts["engine-qwen3-30b-a3b-prefill"]
-    assert prefill[prefill.index("--num-prompts") + 1] == str(64 * gpus)
     assert all(
         arguments[arguments.index("--ranks") + 1] == str(gpus) for arguments in parts.values()
     )
+    assert ("engine-qwen3-235b-a22b" in parts) is (gpus >= 4)
+    live = parts["balance"]
+    assert live[live.index("--requests") + 1] == str(128 * gpus)
+    assert ("ranks" in parts["steps-qwen3-30b-a3b"][5]) is (gpus > 1)
+
+
+@pytest.mark.parametrize("part", suite.gpu_parts(8), ids=lambda part: part.name)
+def test_parts_are_commands_that_there_are(part, tmp_path):
+    from typer.main import get_command
+
+    from crossdock.cli.main import build_app
+    from crossdock.core.config import load_toml
+
+    command = get_command(build_app()).commands["bench"].commands[part.arguments[0]]
+    command.make_context(part.arguments[0], list(part.arguments[1:]), resilient_parsing=False)
+    (tmp_path / "x.toml").write_text(part.settings)
+    load_toml(tmp_path / "x.toml")
+
+
+def test_chosen_parts():
+    parts = suite.gpu_parts(2)
+    usual = [part.name for part in suite.chosen(parts, None)]
+    assert usual == ["comm", "moe", "engine-deepseek-v2-lite", "engine-qwen3-30b-a3b", "balance"]
+    assert [p.name for p in suite.chosen(parts, "steps-deepseek-v3,moe")] == [
+        "steps-deepseek-v3",
+        "moe",
+    ]
+    with pytest.raises(ConfigError, match=r"--parts 'engine': .*compare-qwen3-30b-a3b"):
+        suite.chosen(parts, "moe,engine")

@@ -154,3 +154,8 @@ def test_bench_engine_flags(tmp_path):
     fails(crossdock("bench", "engine", tmp_path, "--vs", "vllm"), 2, "transformers")
     both = ("--ranks", "1,2", "--threads", "1,2,4")
     fails(crossdock("bench", "engine", tmp_path, *both), 2, "--ranks has 2")
+    fails(crossdock("bench", "engine", tmp_path, "--compare", "speed"), 2, "overlap=off|sbo|tbo")
+    both = ("--anchors", "all", "--output-len", "3")
+    fails(crossdock("bench", "engine", tmp_path, *both), 2, "leave out --output-len")
+    fails(crossdock("bench", "steps", tmp_path, "--measure", "speed"), 2, "mixed")
+    fails(crossdock("bench", "suite", "--parts", "speed", "--device", "cpu"), 2, "comm")

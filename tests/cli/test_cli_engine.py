@@ -202,3 +202,21 @@ def test_demo(checkpoint):
         env=ENV,
     )
     assert missing.returncode == 2 and "directory not found" in missing.stderr
+
+
+def test_bench_steps(checkpoint, tmp_path):
+    config = tmp_path / "small.toml"
+    config.write_text("max_num_seqs = 4\nmax_num_batched_tokens = 24\nmax_model_len = 64\n")
+    done = crossdock(
+        "bench", "steps", checkpoint, "--measure", "overlap,mixed,layers,ranks", "--ranks", "2",
+        "--repeats", "2", "--steps", "1", "--device", "cpu", "--config", config, "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    cases = {(c["name"], c["shape"]["variant"]): c for c in document["cases"]}
+    assert all(c["median"] > 0 for c in cases.values() if c["unit"] in ("ms", "x"))
+    assert {"4 decodes at 64: tbo", "24 tokens of prompts: sbo"} <= {v for _, v in cases}
+    moe = cases["layer_time", "4 decodes at 64: moe layer"]["parts_ms"]
+    assert {"attention", "dispatch", "experts", "combine"} <= moe.keys()
+    (grow,) = [c["experts_bytes_grow"] for c in cases.values() if "experts_bytes_grow" in c]
+    assert 1 <= grow <= 2  # one rank holds all experts, of which 4 tokens may not use every one

@@ -19,7 +19,20 @@ SETTINGS = {
 
 @pytest.mark.parametrize("ranks,tp", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "model", [{"model": "deepseek-v2-lite", "layers": 3}, {"model": "qwen3-30b-a3b", "layers": 2}]
+    "model",
+    [
+        {"model": "deepseek-v2-lite", "layers": 3},
+        {"model": "qwen3-30b-a3b", "layers": 2},
+        pytest.param(
+            {
+                "model": "qwen3-30b-a3b",
+                "layers": 2,
+                "replica_choice": "quota",
+                "redundant_experts": 8,
+            },
+            id="quota",
+        ),
+    ],
 )
 def test_replayed_steps_give_the_logits_of_eager_ones(tmp_path, model, ranks, tp):
     if torch.cuda.device_count() < ranks:

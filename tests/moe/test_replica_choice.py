@@ -30,6 +30,17 @@ def build(spec, weight, options, placement=None, bias=None):
     ), context
 
 
+class Gather:
+    """The counts of all ranks, to whoever gives its own."""
+
+    def __init__(self, counts_RE):
+        self.counts_RE, self.asked = torch.tensor(counts_RE), []
+
+    def __call__(self, tokens_E):
+        self.asked.append(tokens_E.tolist())
+        return self.counts_RE
+
+
 def test_the_nearest_copy_is_taken_and_addresses_stay():
     # Four ranks of three slots on two nodes; rank 1 asks.
     row = np.array([0, 1, 2, 0, 3, 0, 4, 1, 2, 3, 4, 2])
@@ -67,7 +78,9 @@ def test_quotas_are_those_of_balance(ranks, experts, slots, on_device):
         for rank in range(ranks):
             quota_map = QuotaMap(before, 0, rank, CPU, on_device)
             quota_map.update(placement)
-            slots_TK = quota_map(torch.tensor(ids[rank]), torch.tensor(counts_RE)).numpy()
+            gather = Gather(counts_RE)
+            slots_TK = quota_map(torch.tensor(ids[rank]), gather).numpy()
+            assert gather.asked == [counts_RE[rank].tolist()]
             np.testing.assert_array_equal(row[slots_TK], ids[rank])
             got_P = np.bincount(slots_TK.ravel(), minlength=ranks * slots)
             np.testing.assert_array_equal(got_P, sent_RP[rank])
@@ -145,3 +158,44 @@ def test_one_kernel_gives_experts_where_more_is_done_with_them(scoring):
     assert torch.equal(ids, want_ids)
     torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-7)
     assert torch.equal(counts_E, torch.bincount(ids.view(-1), minlength=12))
+
+
+def test_quotas_leave_out_empty_rows_and_follow_a_new_placement():
+    """As on a GPU: one kernel chooses experts, others count them and choose copies. Of two ranks;
+    the other's tokens all want what is chosen here most."""
+    spec, weight = MoESpec(6, 2, 8), torch.randn(6, 16)
+    row = np.array([0, 1, 2, 3, 4, 5, 2, 1])
+    before = Placement(0, row[None], 6, 2)
+    route, _ = build(spec, weight, RouterOptions(), before)
+    route._in_one_kernel = _one_kernel(spec, _identity(6, CPU), None, route.tokens_E)
+    route._quota_map, route._by_map = QuotaMap(before, 0, 0, CPU, on_device=True), False
+    copies = route._quota_map.copies
+    addresses = [t.data_ptr() for t in (copies.slot_ER, copies.waves_EL, copies.num_waves)]
+    for n, rows in enumerate((20, 7, 0, 13)):
+        route._counts = OtherRank()
+        x, keys = torch.randn(20, 16), torch.zeros(20, dtype=torch.int64)
+        placement = Placement(n + 1, np.random.default_rng().permutation(row)[None], 6, 2)
+        route.place(placement)
+        counted_E = route.tokens_E.clone()
+        got = route(x, keys, torch.tensor([rows], dtype=torch.int32))
+        ids_TK, _ = route.choose(x)
+        ids_TK[rows:] = -1
+        own_E = torch.bincount(ids_TK[ids_TK >= 0], minlength=6)
+        assert route._counts.asked == [own_E.tolist()]
+        assert torch.equal(route.tokens_E - counted_E, own_E)
+        twin = QuotaMap(placement, 0, 0, CPU)
+        assert torch.equal(got.slots_TK, twin(ids_TK, OtherRank().gather))
+        assert (got.slots_TK[rows:] == -1).all() and not got.weights_TK[rows:].any()
+    assert addresses == [t.data_ptr() for t in (copies.slot_ER, copies.waves_EL, copies.num_waves)]
+
+
+class OtherRank:
+    """Counts of two ranks, the second of which wants what the first wants most, ten times."""
+
+    def __init__(self):
+        self.asked = []
+
+    def gather(self, tokens_E):
+        self.asked.append(tokens_E.tolist())
+        other_E = torch.where(tokens_E == tokens_E.max(), 10, 0).to(tokens_E.dtype)
+        return torch.stack([tokens_E, other_E])

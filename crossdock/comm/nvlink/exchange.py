@@ -144,6 +144,16 @@ class NvlinkExchange:
         sending = combining.of_masked(self._state, y, masked)
         return combining.fused(self._state, at, sending, slots_TK, weights_TK)
 
+    @property
+    def giving_up(self) -> tuple[Tensor, Tensor, int]:
+        """The word of errors, its mirror on the host, and the limit of a wait; for kernels that
+        wait beside these, whose errors `check` then tells too."""
+        return self._state.giving_up
+
+    def expect(self, name: str, got: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises: CrossdockError: `got` is something else."""
+        self._state.expect(name, got, shape, dtype)
+
     def rows_sent(self) -> list[list[int]]:
         """Totals `[dispatch, combine]` by rank; asks the device."""
         return self._state.sent.tolist()

@@ -1,0 +1,140 @@
+"""`bench steps`: batches, parts by layer, and the cases of what ranks answer."""
+
+import io
+import json
+import random
+
+import pytest
+from rich.console import Console
+
+from crossdock.bench.case_table import render
+from crossdock.bench.steps import MEASURES, StepsOptions, StepsRun, describe, run_steps
+from crossdock.bench.steps_batch import Batch, plan_of
+from crossdock.bench.steps_parts import by_layer, totals
+from crossdock.bench.steps_report import GIB, report
+from crossdock.core import ConfigError
+from crossdock.core.hf_config import load_spec
+from crossdock.core.recipes import find_recipe
+
+
+def test_plans_have_the_shape_that_was_asked_for():
+    draw = random.Random()
+    for _ in range(100):
+        batch = Batch(draw.randrange(9), draw.randrange(1, 90), draw.randrange(2, 300), 40)
+        plan = plan_of(batch, 16, 10_000, 50, seed=3)
+        assert (plan.num_tokens, plan.num_decodes) == (batch.tokens, batch.decodes)
+        assert [item.sample for item in plan.items] == [len(i.tokens) == 1 for i in plan.items]
+        pages = [page for item in plan.items for page in item.pages]
+        assert len(set(pages)) == len(pages)
+        for item in plan.items:
+            end = item.start + len(item.tokens)
+            assert len(item.pages) == -(-end // 16)
+            assert end == batch.context or (item.start == 0 and end <= 41)
+    assert (
+        describe(Batch(128, 1024, 8064, 2048)) == "128 decodes at 1,024 + 8,064 tokens of prompts"
+    )
+
+
+def test_parts_by_layer():
+    spans = [("attention", 2.0), ("dense", 1.0), ("attention", 2.0), ("dispatch", 3.0)]
+    spans += [("experts", 5.0), ("attention", 4.0), ("experts", 7.0), ("sample", 1.0)]
+    intervals, at = [], 10.0
+    for part, took in spans:
+        intervals.append((part, at, at + took))
+        at += took + 0.5
+    found = by_layer(intervals, 3, (1, 2))
+    assert found["dense"] == {"layer": 4000.0, "attention": 2000.0, "dense": 1000.0}
+    # 2 + 3 + 5 and three gaps; 4 + 7 and one gap, before what is sampled
+    assert found["moe"]["layer"] == pytest.approx((11500 + 11500) / 2)
+    assert found["moe"]["experts"] == 6000 and found["moe"]["dispatch"] == 1500
+    assert totals(intervals)["step"] == pytest.approx(at - 0.5 - 10.0)
+    assert by_layer(intervals, 2, (1,)) == {}  # as of two halves: attention twice a layer
+
+
+def timed(**ms):
+    """Of two ranks, the second one slower in all."""
+    how = {work: ["off, graph of 128"] for work in ms}
+    return [{"ms": {w: [t + r for t in of] for w, of in ms.items()}, "how": how} for r in (0, 1)]
+
+
+def parts(experts_ms, nbytes, ranks=2, **others):
+    of = {"parts_ms": [{"experts": experts_ms, **others}], "layers": [], "experts_bytes": [nbytes]}
+    return [of] * ranks
+
+
+@pytest.fixture
+def run():
+    """As two GPUs could answer, with 4 TB/s of copy speed."""
+    facts = {"overlap": {}, "graphs": "", "dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    facts |= {"transport": "nvlink", "attention": "triton", "kv_bytes": 40 * GIB}
+    facts |= {"kv_tokens": 1 << 20}
+    layers = {"moe": {"layer": 4.0, "experts": 3.0}, "dense": {"layer": 1.0, "dense": 0.5}}
+    of_layers = [
+        {"layers": [layers], "parts_ms": [{"experts": 5.0}], "experts_bytes": [16 * 10**9]}
+    ]
+    memory = {
+        str(tokens): [
+            {
+                "peak_bytes": {"off": tokens << 20, "tbo": tokens * 3 << 19},
+                "held_bytes": 70 * GIB,
+                "total_bytes": 140 * GIB,
+            }
+        ]
+        * 2
+        for tokens in (512, 2048, 8192)
+    }
+    answers = {
+        "copy": {"": [{"bytes_per_s": [4e12, 4e12]}] * 2},
+        "overlap": {"8 decodes at 1,024": timed(off=[9.0, 9.0], tbo=[19.0, 19.0], auto=[9.3, 9.3])},
+        "mixed": {"some": timed(one=[5.0], two=[9.0])},
+        "layers": {"128 decodes at 4,096": timed(off=[30.0], auto=[29.0])},
+        "layers parts": {"128 decodes at 4,096": of_layers * 2},
+        "ranks": {"128 decodes at 1,024": timed(off=[9.0])},
+        "ranks parts": {"128 decodes at 1,024": parts(4.0, 8e9, dispatch=0.5, combine=0.5)},
+        "alone ranks": {"128 decodes at 1,024": timed(off=[12.5])[:1]},
+        "alone ranks parts": {"128 decodes at 1,024": parts(7.5, 16e9, 1, dispatch=0.3)},
+        "memory": memory,
+    }
+    settings = {"max_model_len": 4096, "max_num_batched_tokens": 8192, "routing": "uniform"}
+    options = StepsOptions("deepseek-v2-lite", 2, "cuda", MEASURES, settings=settings)
+    spec = load_spec(find_recipe("models", "deepseek-v2-lite"))
+    return StepsRun(options, spec, "NVIDIA H200", [facts] * 2, answers, {})
+
+
+def test_cases(run):
+    made = report(run, "crossdock bench steps")
+    document = json.loads(json.dumps(made.document()))
+    found = {(c["name"], c["shape"]["variant"]): c for c in document["cases"]}
+    assert made.device == "2 x NVIDIA H200"
+    slow = found["step_time", "8 decodes at 1,024: tbo"]
+    assert slow["median"] == 20.0  # of the slower rank
+    auto = found["auto_over_off", "8 decodes at 1,024: auto picked off, graph of 128"]
+    assert auto["median"] == 1.03 and auto["reached"] is False
+    assert found["one_forward_over_two", "some: one forward / two"]["median"] == 0.6
+    mbu = found["experts_mbu", "128 decodes at 4,096: routed experts"]
+    assert mbu["median"] == 0.8 and mbu["reached"] is False
+    layer = found["layer_time", "128 decodes at 4,096: moe layer"]
+    assert layer["median"] == 4.0 and layer["parts_ms"] == {"experts": 3.0, "other": 1.0}
+    # 10 ms, and the experts' 4 once more.
+    wanted = found["ranks_step", "one rank, expected from 2 ranks by the experts' bytes"]
+    assert wanted["median"] == 14.0 and wanted["experts_bytes_grow"] == 2.0
+    assert found["ranks_step", "the same, with one rank's exchange"]["median"] == 14.0 - 0.7
+    off = found["one_rank_off_expected", "one rank, by bytes alone"]
+    assert off["median"] == pytest.approx(100 * 1.5 / 14) and off["reached"] is False
+    assert found["step_peak_memory", "8,192 tokens of prompts: tbo"]["median"] == 12.0
+    # 140 GiB * 0.85 less the 30 held, and 4,096 tokens of cache; a MiB for a token.
+    cache = 40 * 1024 * 4096 / (1 << 20)
+    most = found["most_tokens_that_fit", "off, estimated"]
+    assert most["median"] == pytest.approx((140 * 0.85 - 30) * 1024 - cache)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(made))
+    assert "moe layer" in console.export_text()
+
+
+def test_refused_measures():
+    with pytest.raises(ConfigError, match="--measure 'speed'"):
+        run_steps(StepsOptions("m", 2, "cpu", ("speed",)))
+    with pytest.raises(ConfigError, match="--ranks 2"):
+        run_steps(StepsOptions("m", 1, "cpu", ("ranks",)))
+    with pytest.raises(ConfigError, match="memory is of GPUs"):
+        run_steps(StepsOptions("m", 2, "cpu", ("memory",)))
