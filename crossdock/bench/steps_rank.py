@@ -25,7 +25,7 @@ from crossdock.metrics.clock import Clock, HostClock
 
 DEADLINE_S = 120.0
 COPY_BYTES = 1 << 30
-COPIES = 20
+COPIES, IN_A_ROW = 10, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,12 +205,12 @@ def _copy(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begin = time.perf_counter()
-        for _ in range(4):
+        for _ in range(IN_A_ROW):
             target.copy_(source)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if turn:
-            rates.append(4 * 2 * nbytes / (time.perf_counter() - begin))
+            rates.append(IN_A_ROW * 2 * nbytes / (time.perf_counter() - begin))
     return {"bytes_per_s": rates}
 
 

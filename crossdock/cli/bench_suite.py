@@ -49,6 +49,8 @@ def suite(
     for outcome in outcomes:
         if outcome.document is not None:
             shown += [render(bench.report_of(outcome)), ""]
+            for name, why in outcome.document.get("refused", {}).items():
+                shown.append(Text(f"{outcome.part.name}: {name} did not run: {why}", style="red"))
     missing = [o for o in outcomes if o.document is None]
     shown += [Text(f"missing: {o.part.name}: {o.why}", style="red") for o in missing]
     output.result(bench.document(outcomes, command_line()), Group(*shown))
