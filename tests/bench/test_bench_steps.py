@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -12,9 +13,12 @@ from crossdock.bench.steps import MEASURES, StepsOptions, StepsRun, describe, ru
 from crossdock.bench.steps_batch import Batch, plan_of
 from crossdock.bench.steps_parts import by_layer, totals
 from crossdock.bench.steps_report import GIB, report
-from crossdock.core import ConfigError
+from crossdock.core import ConfigError, EngineConfig
+from crossdock.core.batch import GraphSize
 from crossdock.core.hf_config import load_spec
 from crossdock.core.recipes import find_recipe
+from crossdock.engine.overlap import OverlapPolicy, Rung
+from crossdock.engine.runner import How
 
 
 def test_plans_have_the_shape_that_was_asked_for():
@@ -138,3 +142,47 @@ def test_refused_measures():
         run_steps(StepsOptions("m", 1, "cpu", ("ranks",)))
     with pytest.raises(ConfigError, match="memory is of GPUs"):
         run_steps(StepsOptions("m", 2, "cpu", ("memory",)))
+
+
+class Graphs:
+    """Sizes as an engine might have them; keeps what was captured."""
+
+    def __init__(self):
+        self.captured = []
+
+    def need(self, plan):
+        return plan.num_tokens if plan.num_decodes < len(plan.items) else 0
+
+    def fit(self, need, tokens):
+        rows = next((n for n in (64, 128, 1024, 4096) if n >= max(need, tokens)), None)
+        return None if rows is None else GraphSize(need > 0, rows)
+
+    def capture(self, size, overlap, timed=False):
+        self.captured.append((size, overlap, timed))
+
+
+def test_steps_run_as_an_engine_would_run_them():
+    from crossdock.bench.steps_rank import Rank, how_of
+
+    policy = OverlapPolicy("auto", (Rung(0, "off"), Rung(2000, "off", True)), "", (Rung(0, "sbo"),))
+    graphs = Graphs()
+    engine = SimpleNamespace(
+        overlap=policy,
+        runner=SimpleNamespace(graphs=graphs),
+        world=SimpleNamespace(size=2, rank=0),
+        info={"kv_tokens": 1 << 20},
+    )
+    rank = Rank(engine, EngineConfig("m", ranks=2), 100)
+    decodes, some = rank.plan(Batch(100, 64)), rank.plan(Batch(4, 64, 900, 300))
+    many = rank.plan(Batch(0, 1, 3000, 1500))
+    assert how_of(rank, decodes, "auto") == How(128, "sbo", 50, GraphSize(False, 128))
+    assert how_of(rank, decodes, "tbo") == How(128, "tbo", 50, GraphSize(False, 128))
+    assert how_of(rank, some, "auto") == How(1024, "off", 452, GraphSize(True, 1024))
+    assert how_of(rank, some, "off") == How(1024, "off", 0, GraphSize(True, 1024))
+    assert [(size.rows, mode) for size, mode, _ in graphs.captured] == [
+        (128, "sbo"), (128, "tbo"), (1024, "off"), (1024, "off"),
+    ]  # fmt: skip
+    # Halves of prompts are in no graph.
+    assert how_of(rank, many, "auto") == How(1500, "tbo", 1500)
+    assert how_of(rank, many, "off", eagerly=True) == How(3000, "off", 0)
+    assert len(graphs.captured) == 4
