@@ -22,33 +22,29 @@ from crossdock.comm import (
 from crossdock.core import (
     ConfigError,
     EngineConfig,
-    MLASpec,
     Model,
     ModelSpec,
-    OverlapMode,
     Placement,
     Transport,
     load_spec,
     shard_attention,
 )
 from crossdock.core.model_spec import DTYPE_BYTES
-from crossdock.engine.eager import why_eager
 from crossdock.engine.engine import Engine
-from crossdock.engine.group import GroupSampler, Inbox, agreed_pages, exchanged_bytes
-from crossdock.engine.made_up import Limits, warm_sampler, warm_up
+from crossdock.engine.group import Inbox, agreed_pages, exchanged_bytes
+from crossdock.engine.made_up import Limits
 from crossdock.engine.memory import (
     check_kv_dtype,
     expert_workspace,
     kv_budget,
     resolve_kv_dtype,
 )
-from crossdock.engine.overlap import OverlapPolicy, check_overlap, forced, refusals, unmeasured
-from crossdock.engine.overlap_measure import measure_overlap
+from crossdock.engine.overlap import check_overlap
 from crossdock.engine.quantize import runs_in_fp8, wire_hidden
+from crossdock.engine.ready import build_runner, make_ready
 from crossdock.engine.rebalance import Rebalancer
 from crossdock.engine.router_bias import BiasAdjuster
 from crossdock.engine.runner import Runner
-from crossdock.engine.sampler import Sampler
 from crossdock.engine.timing import build_timer, timing_info
 from crossdock.layers import SoloGroup
 from crossdock.metrics import Recorder
@@ -131,21 +127,7 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
     budget = kv_budget(config, one_page, max_len, world.device)
     num_pages = agreed_pages(world, budget.num_pages)
     kv = KVCache(heads, spec.num_layers, num_pages, config.page_size, kv_dtype, world.device)
-    sampler = Sampler(spec.vocab_size, world.device)
-    if config.tp > 1:
-        sampler = GroupSampler(spec.vocab_size, world.device, context.group)
-    eager = why_eager(config, world.device, context.transport.on_device, model.attention.name)
-    graphs = None
-    if eager is None:
-        from crossdock.engine.graphs import StepGraphs  # imports triton
-
-        graphs = StepGraphs(
-            model, kv, config.max_num_seqs, config.max_num_batched_tokens, max_len,
-            spec.vocab_size, isinstance(spec.attention, MLASpec), world.device, recorder,
-        )  # fmt: skip
-    runner = Runner(
-        model, kv, sampler, world.device, recorder, world.board, context.transport.check, graphs
-    )
+    runner = build_runner(config, spec, context, model, kv, world)
     limits = Limits(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -154,35 +136,19 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         num_pages,
         spec.vocab_size,
     )
-    overlap = _build_overlap(config, spec, runner, world, limits)
-    if graphs is not None:
-        graphs.capture_all(overlap.choose_graph)
-    if world.device.type == "cuda":
-        warm_sampler(sampler)
-        if config.overlap != "auto":
-            warm_up(runner, world, limits, [config.overlap])
+    overlap = make_ready(config, spec, runner, world, limits)
     timer = build_timer(config, spec, model, one_page / config.page_size, recorder, world.device)
     recorder.reset()
-    info: dict[str, Any] = {
-        "device": str(world.device),
-        "dtype": _name_of(dtype),
-        "slots": context.placement.slots_per_rank,
-        "fp8": context.fp8,
-        "weight_bytes": model.weight_bytes,
+    info = {
+        **_facts(config, context, model, runner),
+        "overlap": overlap.describe(),
         "kv_dtype": _name_of(kv_dtype),
         "kv_bytes": num_pages * one_page,
         "kv_tokens": num_pages * config.page_size,
         "kv_reason": budget.reason,
-        "transport": config.transport,
-        "attention": f"{model.attention.name}: {model.attention.reason}",
-        "transport_bytes": getattr(context.transport, "nbytes", 0),
-        "overlap": overlap.describe(),
-        "graphs": f"none: {eager}" if graphs is None else graphs.describe(),
         **timing_info(config, recorder, world.device, _name_of(dtype), context.fp8),
         "load_seconds": time.perf_counter() - started,
     }
-    if model.moe_layers:
-        info["expert_bytes"] = _expert_bytes(model)
     scheduler = _build_scheduler(config, spec, context, num_pages)
     return Engine(
         world,
@@ -197,6 +163,26 @@ def build_engine(config: EngineConfig, world: World, on_progress: OnProgress) ->
         _build_adjuster(config, world, model, recorder),
         info,
     )
+
+
+def _facts(
+    config: EngineConfig, context: ModelContext, model: Decoder, runner: Runner
+) -> dict[str, Any]:
+    """For people and documents; holds what JSON can."""
+    facts: dict[str, Any] = {
+        "device": str(context.device),
+        "dtype": _name_of(context.dtype),
+        "slots": context.placement.slots_per_rank,
+        "fp8": context.fp8,
+        "weight_bytes": model.weight_bytes,
+        "transport": config.transport,
+        "transport_bytes": getattr(context.transport, "nbytes", 0),
+        "attention": f"{model.attention.name}: {model.attention.reason}",
+        "graphs": runner.graphs_line,
+    }
+    if model.moe_layers:
+        facts["expert_bytes"] = _expert_bytes(model)
+    return facts
 
 
 def _build_context(
@@ -295,19 +281,6 @@ def _build_adjuster(
         config.load_window_tokens,
         recorder,
     )
-
-
-def _build_overlap(
-    config: EngineConfig, spec: ModelSpec, runner: Runner, world: World, limits: Limits
-) -> OverlapPolicy:
-    if config.overlap != "auto":
-        return forced(config.overlap)
-    against = refusals(config, spec)
-    both: tuple[OverlapMode, ...] = ("sbo", "tbo")
-    modes = [mode for mode in both if mode not in against]
-    if not modes:
-        return unmeasured(next(iter(against.values())))
-    return measure_overlap(modes, runner, world, limits)
 
 
 def _build_rebalancer(

@@ -25,6 +25,11 @@ class Rung:
     halves: bool = False
     ms: dict[OverlapMode, float] = field(default_factory=dict)
 
+    @property
+    def mode(self) -> OverlapMode:
+        """Of batches that have two halves."""
+        return "tbo" if self.halves else self.whole
+
 
 @dataclass(frozen=True)
 class OverlapPolicy:

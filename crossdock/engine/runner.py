@@ -22,6 +22,8 @@ class Graphs(Protocol):
 
     decode_sizes: tuple[int, ...]
 
+    def describe(self) -> str: ...
+    def capture_all(self, mode_of: Callable[[GraphSize], OverlapMode | None]) -> None: ...
     def need(self, plan: Plan) -> int: ...
     def fit(self, need: int, tokens: int) -> GraphSize | None: ...
     def capture(self, size: GraphSize, overlap: OverlapMode, timed: bool = False) -> None: ...
@@ -82,11 +84,19 @@ class Runner:
         board: Board,
         check: Callable[[], None],
         graphs: Graphs | None = None,
+        why_eager: str | None = None,
     ):
+        """`why_eager`: where there are no graphs."""
         self.board, self.graphs = board, graphs
         self.model, self.kv, self.sampler = model, kv, sampler
         self.device, self.recorder, self._check = device, recorder, check
         self._drawn: Drawn | None = None
+        self._why_eager = why_eager
+
+    @property
+    def graphs_line(self) -> str:
+        """What is replayed, or why nothing."""
+        return f"none: {self._why_eager}" if self.graphs is None else self.graphs.describe()
 
     @torch.inference_mode()
     def launch(self, plan: Plan, how: How, timed: bool = False) -> Launched:
