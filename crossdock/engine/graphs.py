@@ -28,7 +28,7 @@ _FEW = (1, 2, 4, 8, 16)
 _STEPS = ((32, 128), (64, 512), (128, 1 << 30))
 """(rows between two sizes, up to so many rows)."""
 _LEAST_TOKENS = 256
-"""Of the smallest step with prompts; each next one is twice as large."""
+"""Of the smallest step with prompts; sizes are powers of two times the largest, and 3/4 of them."""
 
 
 def decode_sizes(most: int) -> tuple[int, ...]:
@@ -43,10 +43,11 @@ def decode_sizes(most: int) -> tuple[int, ...]:
 
 def prompt_sizes(least: int, most: int) -> tuple[int, ...]:
     """Tokens from `least` or a little more up to `most`, itself the last."""
-    sizes = [most]
-    while sizes[0] // 2 >= max(least, _LEAST_TOKENS):
-        sizes.insert(0, sizes[0] // 2)
-    return tuple(sizes)
+    sizes, size, least = [most], most, max(least, _LEAST_TOKENS)
+    while size // 2 >= least:
+        sizes += [size - size // 4, size // 2]
+        size //= 2
+    return tuple(reversed(sizes))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +134,9 @@ class StepGraphs:
         if (size, overlap, timed) in self._graphs:
             return
         self._load(Plan(()), size, None)
-        self._step(size, overlap)  # compiles, and takes what memory it needs beside the graph
-        torch.cuda.synchronize(self.device)
+        if (size, overlap, not timed) not in self._graphs:
+            self._step(size, overlap)  # compiles, and takes what memory it needs beside the graph
+            torch.cuda.synchronize(self.device)
         timing = StepTiming(self._recorder, external=True) if timed else None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
