@@ -88,7 +88,9 @@ class ForwardBatch:
 
 
 class GraphSize(NamedTuple):
-    """A captured step: of `rows` decodes, or, with `prompts`, of as many tokens of any kind."""
+    """A captured step: of `rows` decodes, or, with `prompts`, of as many tokens of any kind.
+    `halves`: whether it can be cut in two."""
 
     prompts: bool
     rows: int
+    halves: bool = True

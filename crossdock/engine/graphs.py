@@ -19,7 +19,8 @@ from crossdock.core import KV, ForwardBatch, Model, OverlapMode, Plan
 from crossdock.core.batch import GraphSize
 from crossdock.engine.batch import Drawn, lay_out
 from crossdock.engine.drive import drive, drive_both
-from crossdock.engine.prompt_inputs import PromptInputs, tokens_for
+from crossdock.engine.overlap import even_cut, halve
+from crossdock.engine.prompt_inputs import PromptInputs, half_rows, keys_of, tokens_for
 from crossdock.engine.transfer import to_device
 from crossdock.kernels.decode_inputs import DecodeInputs, load_decodes
 from crossdock.metrics import Recorder, StepTiming
@@ -90,6 +91,9 @@ class StepGraphs:
         pages = -(-max_model_len // kv.page_size)
         self.decodes = DecodeInputs.empty(sequences, pages, device)
         self.prompts = PromptInputs(sequences, max_num_batched_tokens, pages, device)
+        most = half_rows(max_num_batched_tokens)
+        self.halves = [PromptInputs(sequences, most, pages, device) for _ in range(2)]
+        self.pick_B = torch.zeros(sequences, dtype=torch.int64, device=device)
         self.logits_BV = torch.zeros(sequences, vocab_size, device=device)
         self._graphs: dict[tuple[GraphSize, OverlapMode, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -115,13 +119,17 @@ class StepGraphs:
         takes them."""
         sizes = self.prompt_sizes if need else self.decode_sizes
         rows = next((size for size in sizes if size >= max(need, tokens)), None)
-        return None if rows is None else GraphSize(need > 0, rows)
+        return None if rows is None else self._size(need > 0, rows)
+
+    def _size(self, prompts: bool, rows: int) -> GraphSize:
+        least = self.prompts.sequences if prompts else 1
+        return GraphSize(prompts, rows, (half_rows(rows) if prompts else rows // 2) >= least)
 
     def capture_all(self, mode_of: Callable[[GraphSize], OverlapMode | None]) -> None:
         """Every size in its overlap mode (None: in no graph), plain and timed; forgets others.
         Collective."""
-        sizes = [GraphSize(True, rows) for rows in reversed(self.prompt_sizes)]
-        sizes += [GraphSize(False, rows) for rows in reversed(self.decode_sizes)]
+        sizes = [self._size(True, rows) for rows in reversed(self.prompt_sizes)]
+        sizes += [self._size(False, rows) for rows in reversed(self.decode_sizes)]
         modes = [(size, mode_of(size)) for size in sizes]
         wanted = [(size, mode) for size, mode in modes if mode is not None]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[:2] in wanted}
@@ -133,7 +141,7 @@ class StepGraphs:
         """Collective. Nothing where it is captured already."""
         if (size, overlap, timed) in self._graphs:
             return
-        self._load(Plan(()), size, None)
+        self._load(Plan(()), size, overlap, None)
         if (size, overlap, not timed) not in self._graphs:
             self._step(size, overlap)  # compiles, and takes what memory it needs beside the graph
             torch.cuda.synchronize(self.device)
@@ -162,7 +170,7 @@ class StepGraphs:
         timed: bool = False,
     ) -> Tensor:
         """Logits [B, V] of the items of `plan` that sample, valid until the next replay."""
-        self._load(plan, size, drawn)
+        self._load(plan, size, overlap, drawn)
         self._graphs[size, overlap, timed].graph.replay()
         rows = [i for i, item in enumerate(plan.items) if item.sample]
         if size.prompts or len(rows) == len(plan.items):
@@ -170,8 +178,12 @@ class StepGraphs:
         (rows_B,) = to_device([np.array(rows, dtype=np.int64)], self.device)
         return self.logits_BV[rows_B]
 
-    def _load(self, plan: Plan, size: GraphSize, drawn: Drawn | None) -> None:
-        host = lay_out(plan, self.kv.page_size, None if drawn is None else drawn.rows)
+    def _load(self, plan: Plan, size: GraphSize, overlap: OverlapMode, drawn: Drawn | None) -> None:
+        page, drawn_rows = self.kv.page_size, None if drawn is None else drawn.rows
+        if size.prompts and overlap == "tbo":
+            self._load_halves(plan, size, drawn)
+            return
+        host = lay_out(plan, page, drawn_rows)
         if size.prompts:
             self.prompts.load(host, plan.num_decodes, size.rows, drawn)
             return
@@ -186,6 +198,18 @@ class StepGraphs:
             rest[0] if rest else None, ids,
         )  # fmt: skip
 
+    def _load_halves(self, plan: Plan, size: GraphSize, drawn: Drawn | None) -> None:
+        page, B = self.kv.page_size, self.prompts.sequences
+        cut = even_cut([len(item.tokens) for item in plan.items])
+        picked = []
+        for i, half in enumerate(halve(plan, cut, page)):
+            host = lay_out(half, page, None if drawn is None else drawn.rows)
+            self.halves[i].load(host, half.num_decodes, half_rows(size.rows), drawn)
+            picked.append(np.arange(len(host.sample_rows)) + i * B)
+        pick_B = np.zeros(B, dtype=np.int64)
+        pick_B[: sum(map(len, picked))] = np.concatenate(picked)
+        self.pick_B.copy_(to_device([pick_B], self.device)[0])
+
     def _step(self, size: GraphSize, overlap: OverlapMode) -> None:
         hidden_BH = self._hidden(size, overlap)
         with self._recorder.span("sample"):
@@ -194,8 +218,13 @@ class StepGraphs:
 
     def _hidden(self, size: GraphSize, overlap: OverlapMode) -> Tensor:
         rows, forward = size.rows, self.model.forward
+        if size.prompts and overlap == "tbo":
+            halves = [h.batch(half_rows(rows), "tbo", keys_of(rows)) for h in self.halves]
+            hidden = drive_both(*(forward(half, self.kv) for half in halves))
+            sampled = [h[half.sample_rows] for h, half in zip(hidden, halves, strict=True)]
+            return torch.cat(sampled)[self.pick_B]
         if size.prompts:
-            batch = self.prompts.batch(rows, overlap)
+            batch = self.prompts.batch(rows, overlap, keys_of(rows))
             return drive(forward(batch, self.kv))[batch.sample_rows]
         if overlap != "tbo":
             return drive(self._decode(slice(0, rows), 0, rows, overlap))

@@ -84,7 +84,7 @@ class Meter:
     def _how(self, plan: Plan, mode: OverlapMode) -> How:
         tokens, graphs = plan.num_tokens, self._runner.graphs
         size = None if graphs is None else graphs.fit(graphs.need(plan), tokens)
-        if graphs is not None and size is not None and not (size.prompts and mode == "tbo"):
+        if graphs is not None and size is not None and (size.halves or mode != "tbo"):
             graphs.capture(size, mode)
             return How(size.rows, mode, graph=size)
         cut = middle([len(item.tokens) for item in plan.items])

@@ -65,12 +65,11 @@ class OverlapPolicy:
         return "tbo" if rung.halves and two and even else rung.whole
 
     def choose_graph(self, size: GraphSize) -> OverlapMode | None:
-        """Of a step that replays a graph. Halves of decodes split in the middle; those of prompts
-        are in no graph (None)."""
+        """Of a step that replays a graph; None: it has none in the mode that pays."""
         half = size.rows // 2
         ladder = self.ladder if size.prompts else self.graphs or self.ladder
         mode = self._choose(ladder, size.rows, half, size.rows - half)
-        return None if size.prompts and mode == "tbo" else mode
+        return None if mode == "tbo" and not size.halves else mode
 
     def describe(self) -> dict[str, Any]:
         """For people and documents; holds what JSON can."""
@@ -134,8 +133,14 @@ def middle(lens: Sequence[int]) -> int:
     nearest = min(ends, key=lambda end: abs(end - half))
     if abs(nearest - half) <= total * _BOUNDARY:
         return nearest
-    start = max(end for end in ends if end <= half)
-    return max(half, start + 2)
+    return even_cut(lens)
+
+
+def even_cut(lens: Sequence[int]) -> int:
+    """The same, of captured steps, whose halves have room for no more: as near to half as is."""
+    half = sum(lens) // 2
+    start = max(end for end in (0, *accumulate(lens)) if end <= half)
+    return half if start == half else max(half, start + 2)
 
 
 def halve(plan: Plan, cut: int, page_size: int) -> tuple[Plan, Plan]:

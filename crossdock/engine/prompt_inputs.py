@@ -8,6 +8,8 @@ from crossdock.core import ForwardBatch, OverlapMode
 from crossdock.engine.batch import Drawn, HostBatch
 from crossdock.engine.transfer import to_device
 
+_SPARE = 16
+
 
 def keys_of(tokens: int) -> int:
     """Keys that the prompts of a captured step of so many tokens may see together: theirs, and some
@@ -18,6 +20,11 @@ def keys_of(tokens: int) -> int:
 def tokens_for(keys: int) -> int:
     """The smallest step that has room for so many keys."""
     return -(-keys * 4 // 5)
+
+
+def half_rows(rows: int) -> int:
+    """Of a half of a captured step: a cut keeps clear of single tokens."""
+    return rows // 2 + _SPARE
 
 
 class PromptInputs:
@@ -64,8 +71,8 @@ class PromptInputs:
         self.table_BP[:decodes, :width] = table_BP[:decodes]
         self.table_BP[B : B + n - decodes, :width] = table_BP[decodes:]
 
-    def batch(self, size: int, overlap: OverlapMode) -> ForwardBatch:
-        """As a captured forward of `size` tokens reads it."""
+    def batch(self, size: int, overlap: OverlapMode, keys: int) -> ForwardBatch:
+        """As a captured forward of `size` tokens reads it, whose prompts see up to `keys` keys."""
         return ForwardBatch(
             tokens_T=self.tokens_T[:size],
             positions_T=self.positions_T[:size],
@@ -81,7 +88,7 @@ class PromptInputs:
             most_tokens=size,
             overlap=overlap,
             rows_1=self.rows_1,
-            prefill_keys=keys_of(size),
+            prefill_keys=keys,
         )
 
 

@@ -182,7 +182,6 @@ def test_steps_run_as_an_engine_would_run_them():
     assert [(size.rows, mode) for size, mode, _ in graphs.captured] == [
         (128, "sbo"), (128, "tbo"), (1024, "off"), (1024, "off"),
     ]  # fmt: skip
-    # Halves of prompts are in no graph.
-    assert how_of(rank, many, "auto") == How(1500, "tbo", 1500)
+    assert how_of(rank, many, "auto") == How(4096, "tbo", 1500, GraphSize(True, 4096))
     assert how_of(rank, many, "off", eagerly=True) == How(3000, "off", 0)
-    assert len(graphs.captured) == 4
+    assert len(graphs.captured) == 5

@@ -77,7 +77,7 @@ def compare(engine, rank: int) -> list:
         with torch.inference_mode():
             hidden_BH = runner.hidden(plan, How(most, "off"))
             want_BV = runner.model.logits(hidden_BH)
-            modes = ("off", "sbo") if size.prompts else ("off", "sbo", "tbo")
+            modes = ("off", "sbo", "tbo") if size.halves else ("off", "sbo")
             for mode in modes:
                 graphs.capture(size, mode)
                 for again in range(2):

@@ -93,22 +93,22 @@ def test_all_ranks_agree_on_the_largest_half_of_any():
 
 def test_all_ranks_replay_one_graph_or_none():
     def fit(need: int, tokens: int) -> GraphSize | None:
-        tokens = max(need, tokens)
-        return GraphSize(need > 0, 96 if tokens > 32 else 32) if tokens < 71 else None
+        rows = next((rows for rows in (32, 96) if rows >= max(need, tokens)), None)
+        return None if rows is None else GraphSize(need > 0, rows, halves=need != 69)
 
-    agreed = agree([(1, 3, 20, 10, 0), (0, 3, 0, 0, 0)], AUTO, fit)
-    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 32), 32, "sbo")
-    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 0)], AUTO, fit)
-    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((False, 96), 96, "tbo")
-    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 7, 7, 7)], AUTO, fit)  # a rank has a prompt
-    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == ((True, 32), 32, "sbo")
-    agreed = agree([(1, 3, 20, 10, 0), (1, 3, 70, 35, 70)], AUTO, fit)  # halves of prompts
-    assert (agreed.graph, agreed.most_tokens, agreed.overlap) == (None, 35, "tbo")
-    keys = [(1, 3, 20, 10, 0), (1, 3, 7, 7, 40)]  # few tokens, many cached keys
-    agreed = agree(keys, forced("off"), fit)
-    assert (agreed.graph, agreed.most_tokens) == ((True, 96), 96)
-    agreed = agree([(1, 3, 71, 36, 0)], AUTO, fit)  # more than any graph has
-    assert (agreed.graph, agreed.most_tokens) == (None, 36)
+    def run(table, policy=AUTO):
+        agreed = agree(table, policy, fit)
+        return agreed.graph and agreed.graph[:2], agreed.most_tokens, agreed.overlap
+
+    decodes = (1, 3, 20, 10, 0)
+    assert run([decodes, (0, 3, 0, 0, 0)]) == ((False, 32), 32, "sbo")
+    assert run([decodes, (1, 3, 70, 35, 0)]) == ((False, 96), 96, "tbo")
+    assert run([decodes, (1, 3, 7, 7, 7)]) == ((True, 32), 32, "sbo")  # a rank has a prompt
+    assert run([decodes, (1, 3, 70, 35, 70)]) == ((True, 96), 96, "tbo")
+    assert run([decodes, (1, 3, 69, 34, 69)]) == (None, 35, "tbo")  # too small to be halved
+    # Few tokens that see many cached keys.
+    assert run([decodes, (1, 3, 7, 7, 40)], forced("off")) == ((True, 96), 96, "off")
+    assert run([(1, 3, 97, 49, 0)])[0] is None  # more than any graph has
 
 
 def test_a_mode_pays_only_if_it_clearly_does():

@@ -214,7 +214,7 @@ def test_a_captured_step_with_prompts_gives_the_same_rows(name):
         plan = Plan(tuple(items))
         eager = make_batch(plan, PAGE, DEVICE)
         inputs.load(lay_out(plan, PAGE), plan.num_decodes, 80, None)
-        captured = inputs.batch(80, "off")
+        captured = inputs.batch(80, "off", 100)
         n = plan.num_tokens
         assert int(captured.rows_1) == n and (captured.kv_slots_T[n:] == -1).all()
         assert torch.equal(captured.sample_rows[: len(items)], eager.sample_rows)

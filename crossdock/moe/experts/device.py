@@ -60,7 +60,10 @@ class DeviceExperts:
         self.products, self._per_expert, self._rows_S = products, per_expert, rows_S
         self.wave_places = max(ALIGN, workspace // products.place_bytes // ALIGN * ALIGN)
         self.slot_tensors = products.slot_tensors
-        self._starts = torch.empty(0, dtype=torch.int32, device=rows_S.device)
+        # As long as a wave can be, at once: captured steps keep its address.
+        self._starts = torch.arange(
+            0, self.wave_places, ALIGN, dtype=torch.int32, device=rows_S.device
+        )
 
     def __call__(self, received: Received) -> Tensor:
         assert isinstance(received, Grouped | Masked)
@@ -84,10 +87,6 @@ class DeviceExperts:
         return sum_NH.to(torch.bfloat16)
 
     def _wave(self, rows: Grouped, first: int, count: int) -> Wave:
-        if len(self._starts) * ALIGN < count:
-            self._starts = torch.arange(
-                0, count, ALIGN, dtype=torch.int32, device=rows.rows_P.device
-            )
         offsets_S1 = rows.offsets_S1
         if first or count < len(rows.rows_P):
             offsets_S1 = (offsets_S1 - first).clamp_(0, count)
