@@ -36,8 +36,9 @@ class _Begun:
 
 class ApartTransport:
     """`inner` of CUDA ranks. Whatever is begun is launched whole, sending and receiving in one, so
-    that nothing spins on the compute stream, and one exchange at a time: each of its halves has at
-    most `programs`, and kernels beside it, which never wait for peers, get the rest of the device.
+    that no rows are waited for on the compute stream, and one exchange at a time: each of its
+    halves has at most `programs`, and kernels beside it get the rest of the device. Of those only
+    exchanges of counts wait for peers, with a program a rank.
 
     Tensors cross streams without being recorded: an exchange waits for all that the compute stream
     was given before it, so memory of the exchanges' stream that was freed meanwhile is read by

@@ -43,7 +43,7 @@ class EngineConfig:
     expert_workspace_gib: float = 4.0
     """What the experts of a GPU may hold at once; more received rows are worked on in waves."""
     enforce_eager: bool = False
-    """Decode steps without CUDA graphs, too."""
+    """No CUDA graphs: the host launches every kernel of every step."""
     overlap: Literal["auto", "off", "sbo", "tbo"] = "auto"
     """What a step does while rows travel between ranks: nothing (off), the shared expert (sbo),
     or another half of the batch (tbo). auto: what measured faster at the start, by size."""

@@ -1,4 +1,4 @@
-"""Whether decode steps are captured in CUDA graphs, decided once and said with its reason."""
+"""Whether steps are captured in CUDA graphs, decided once and said with its reason."""
 
 import torch
 

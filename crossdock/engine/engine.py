@@ -144,7 +144,7 @@ class Engine:
                 self.overlap_steps[agreed.overlap] += 1
                 self._in_flight.append(self._launch(plan, agreed, cut))
             else:
-                self._in_flight.append(Launched(plan, None, self.transport.check))
+                self._in_flight.append(Launched(plan, tuple, self.transport.check))
             outputs: list[TokenOutput] = []
             while len(self._in_flight) > (self.ahead if agreed.run else 0):
                 done = self._in_flight.popleft()

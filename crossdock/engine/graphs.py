@@ -17,7 +17,7 @@ from torch import Tensor
 
 from crossdock.core import KV, ForwardBatch, Model, OverlapMode, Plan
 from crossdock.core.batch import GraphSize
-from crossdock.engine.batch import Drawn, lay_out
+from crossdock.engine.batch import Drawn, HostBatch, lay_out
 from crossdock.engine.drive import drive, drive_both
 from crossdock.engine.overlap import even_cut, halve
 from crossdock.engine.prompt_inputs import PromptInputs, half_rows, keys_of, tokens_for
@@ -179,11 +179,10 @@ class StepGraphs:
         return self.logits_BV[rows_B]
 
     def _load(self, plan: Plan, size: GraphSize, overlap: OverlapMode, drawn: Drawn | None) -> None:
-        page, drawn_rows = self.kv.page_size, None if drawn is None else drawn.rows
         if size.prompts and overlap == "tbo":
             self._load_halves(plan, size, drawn)
             return
-        host = lay_out(plan, page, drawn_rows)
+        host = self._lay_out(plan, drawn)
         if size.prompts:
             self.prompts.load(host, plan.num_decodes, size.rows, drawn)
             return
@@ -199,16 +198,19 @@ class StepGraphs:
         )  # fmt: skip
 
     def _load_halves(self, plan: Plan, size: GraphSize, drawn: Drawn | None) -> None:
-        page, B = self.kv.page_size, self.prompts.sequences
+        B = self.prompts.sequences
         cut = even_cut([len(item.tokens) for item in plan.items])
         picked = []
-        for i, half in enumerate(halve(plan, cut, page)):
-            host = lay_out(half, page, None if drawn is None else drawn.rows)
+        for i, half in enumerate(halve(plan, cut, self.kv.page_size)):
+            host = self._lay_out(half, drawn)
             self.halves[i].load(host, half.num_decodes, half_rows(size.rows), drawn)
             picked.append(np.arange(len(host.sample_rows)) + i * B)
         pick_B = np.zeros(B, dtype=np.int64)
         pick_B[: sum(map(len, picked))] = np.concatenate(picked)
         self.pick_B.copy_(to_device([pick_B], self.device)[0])
+
+    def _lay_out(self, plan: Plan, drawn: Drawn | None) -> HostBatch:
+        return lay_out(plan, self.kv.page_size, None if drawn is None else drawn.rows)
 
     def _step(self, size: GraphSize, overlap: OverlapMode) -> None:
         hidden_BH = self._hidden(size, overlap)

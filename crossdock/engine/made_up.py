@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,17 +32,17 @@ class Limits:
     vocab_size: int
 
 
-def warm_up(runner: Runner, world: World, limits: Limits, modes: Sequence[OverlapMode]) -> None:
+def warm_up(runner: Runner, world: World, limits: Limits, mode: OverlapMode) -> None:
     """Compiles what steps that run eagerly use. Collective."""
     world.board.enter("agree", step=0)
     await_start(world)
     meter, most = Meter(runner, world), limits.max_num_batched_tokens
     rows = [n for n in (*_ROWS, limits.max_num_seqs) if n <= min(most, limits.max_num_seqs)]
-    plans = [made_up(n, limits, world.rank) for n in rows]
-    plans += [prefills(n, limits, world.rank) for n in (*_TOKENS, most) if n <= most]
+    group = world.rank // world.tp
+    plans = [made_up(n, limits, group) for n in rows]
+    plans += [prefills(n, limits, group) for n in (*_TOKENS, most) if n <= most]
     for plan in plans:
-        for mode in modes:
-            meter.seconds(plan, mode)
+        meter.seconds(plan, mode)
     runner.kv.clear(meter.pages)
 
 
@@ -91,14 +90,15 @@ class Meter:
         return How(tokens if mode != "tbo" else max(cut, tokens - cut), mode, cut)
 
 
-def prefills(tokens: int, limits: Limits, rank: int) -> Plan:
-    """Prompts of one length."""
+def prefills(tokens: int, limits: Limits, group: int) -> Plan:
+    """Prompts of one length; as `made_up`."""
     count = min(-(-tokens // min(_PROMPT, limits.max_model_len)), limits.max_num_seqs)
-    return made_up(tokens, replace(limits, max_num_seqs=count), rank)
+    return made_up(tokens, replace(limits, max_num_seqs=count), group)
 
 
 def made_up(tokens: int, limits: Limits, group: int) -> Plan:
     """Decodes while there are sequences enough, else prefills of one length; none of them samples.
+    The same on all ranks of an attention group, `group` by number.
     Sequences use pages in turn, so that few of a large cache are touched."""
     count = min(tokens, limits.max_num_seqs)
     length = min(-(-tokens // count), limits.max_model_len, limits.num_pages * limits.page_size)

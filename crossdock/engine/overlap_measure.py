@@ -41,16 +41,17 @@ def measure_overlap(
     # takes a stream more and leaves the exchange fewer multiprocessors.
     usual: OverlapMode = "sbo" if "sbo" in modes and world.device.type == "cpu" else "off"
     budget, most = _BUDGET_S[world.device.type], limits.max_num_batched_tokens
+    group = world.rank // world.tp
     if graphs is None:
-        plans = (made_up(tokens, limits, world.rank) for tokens in _sizes(most))
+        plans = (made_up(tokens, limits, group) for tokens in _sizes(most))
         ladder = _climb(plans, meter, modes, usual, budget)
         replayed: tuple[Rung, ...] = ()
     else:  # decodes are measured apart
         sizes = [size for size in _sizes(most) if size >= _FIRST_PREFILL] or [most]
-        plans = (prefills(tokens, limits, world.rank) for tokens in sizes)
+        plans = (prefills(tokens, limits, group) for tokens in sizes)
         ladder = _climb(plans, meter, modes, usual, budget)
         top = graphs.decode_sizes[-1]
-        decodes = (made_up(size, limits, world.rank) for size in _sizes(top) if size <= most)
+        decodes = (made_up(size, limits, group) for size in _sizes(top) if size <= most)
         replayed = _climb(decodes, meter, modes, usual, budget)
     runner.kv.clear(meter.pages)
     why = f"measured up to {ladder[-1].tokens} tokens a rank"

@@ -47,7 +47,7 @@ def make_ready(
     if world.device.type == "cuda":
         warm_sampler(runner.sampler)
         if len(overlap.ladder) == 1:  # measuring has compiled nothing
-            warm_up(runner, world, limits, [overlap.ladder[0].mode])
+            warm_up(runner, world, limits, overlap.ladder[0].mode)
     return overlap
 
 

@@ -1,6 +1,6 @@
 """Runs one rank's share of a step: batch, forward pass, logits, sampling."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from crossdock.core.batch import GraphSize
 from crossdock.engine.batch import Drawn, make_batch
 from crossdock.engine.drive import drive, drive_both
 from crossdock.engine.overlap import halve
-from crossdock.engine.sampler import Draw, Sampler
+from crossdock.engine.sampler import Sampler, launched_until_now
 from crossdock.metrics import Recorder, StepTiming
 
 
@@ -54,17 +54,17 @@ class How:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A step on its way through the device. `check` raises what exchanges left behind."""
+    """A step on its way through the device. `wait`: for its end and its tokens; `check` raises what
+    its exchanges left behind."""
 
     plan: Plan
-    draw: Draw | None
+    wait: Callable[[], Sequence[Sampled | None]]
     check: Callable[[], None]
 
     def read(self) -> list[Sampled | None]:
-        """Waits. One entry per item, None where the prompt is not complete yet."""
-        if self.draw is None:
-            return [None] * len(self.plan.items)
-        sampled = self.draw.read()
+        """Waits, also where nothing samples: else the host would run ahead without end. One entry
+        per item, None where the prompt is not complete yet."""
+        sampled = self.wait()
         self.check()
         tokens = iter(sampled)
         return [next(tokens) if item.sample else None for item in self.plan.items]
@@ -109,13 +109,13 @@ class Runner:
             logits_BV = self.graphs.replay(plan, how.graph, how.overlap, self._drawn, timed)
         wanted = [item for item in plan.items if item.sample]
         if not wanted:
-            self._drawn = None
-            return Launched(plan, None, self._check)
+            self._drawn, past = None, launched_until_now(self.device)
+            return Launched(plan, lambda: past() or (), self._check)
         self.board.enter("sample")
         with self.recorder.span("sample"):
             draw = self.sampler.draw(logits_BV, wanted)
         self._drawn = Drawn(draw.ids_B, {item.request.id: i for i, item in enumerate(wanted)})
-        return Launched(plan, draw, self._check)
+        return Launched(plan, draw.read, self._check)
 
     def run(self, plan: Plan, how: How) -> list[Sampled | None]:
         """As `launch`, and waits."""

@@ -33,17 +33,22 @@ class Draw:
 
 def told(ids_B: Tensor) -> Draw:
     """Tokens without their probabilities, on their way to the host."""
-    tokens_B, done = _to_host(ids_B), None
-    if ids_B.is_cuda:
-        done = torch.cuda.Event()
-        done.record()
+    tokens_B, wait = _to_host(ids_B), launched_until_now(ids_B.device)
 
     def read() -> list[Sampled]:
-        if done is not None:
-            done.synchronize()
+        wait()
         return [Sampled(token) for token in tokens_B.tolist()]
 
     return Draw(ids_B, read)
+
+
+def launched_until_now(device: torch.device) -> Callable[[], None]:
+    """Waits until the device is past all that the current stream has been given."""
+    if device.type != "cuda":
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record()
+    return done.synchronize
 
 
 class Sampler:

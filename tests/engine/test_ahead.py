@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from crossdock.comm import build_world
-from crossdock.core import EngineConfig, Plan, Request, SamplingParams, Scheduled
+from crossdock.core import EngineConfig, Plan, RankLost, Request, SamplingParams, Scheduled
 from crossdock.engine import Engine, build_engine
 from crossdock.engine.batch import Drawn, lay_out, make_batch
 from crossdock.engine.overlap import halve
+from crossdock.engine.runner import Launched
 
 STORYTELLER = str(Path(__file__).parents[2] / "checkpoints" / "storyteller")
 PARAMS = (
@@ -93,3 +94,19 @@ def test_tokens_being_drawn_are_filled_in_where_they_belong():
     assert make_batch(second, 16, torch.device("cpu"), drawn=drawn).tokens_T[1].item() == 40
     with pytest.raises(KeyError):
         lay_out(Plan((items[0],)), 16, {"r1": 0})
+
+
+def test_a_step_in_which_nothing_samples_is_waited_for_and_checked():
+    seen = []
+
+    def lost() -> None:
+        seen.append("checked")
+        raise RankLost("rank 1 did not come", 1)
+
+    request = Request("r", (1, 2, 3), SamplingParams())
+    plan = Plan((Scheduled(request, 0, (1, 2), (0,), sample=False),))
+    launched = Launched(plan, lambda: seen.append("waited") or (), lost)
+    with pytest.raises(RankLost):
+        launched.read()
+    assert seen == ["waited", "checked"]
+    assert Launched(plan, tuple, lambda: None).read() == [None]
