@@ -45,11 +45,13 @@ class BiasAdjuster:
         recorder.source("router_bias", self._describe)
 
     def advance(self, tokens: int) -> None:
-        """Before a step of `tokens`, of all ranks together.
+        """Before a step of `tokens`, of all ranks together; where nothing runs, nothing is adjusted.
 
         Raises:
             RankLost: a rank did not come within the deadline.
         """
+        if not tokens:
+            return
         if self._seen_LE is None:
             self._seen_LE = self._read()
         if self._in_window >= self._window:

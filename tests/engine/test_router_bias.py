@@ -113,6 +113,18 @@ def test_a_window_without_tokens_adjusts_nothing():
     assert adjuster.updates == 3 and not layer.bias_E.any()
 
 
+def test_a_full_window_waits_for_a_step_that_runs():
+    """What ranks say of it between requests does not depend on who was last asked to sleep."""
+    layer = Layer(torch.Generator().manual_seed(0))
+    adjuster = BiasAdjuster(Lockstep(1).of(0), [layer], 0.1, 1.0, 10, Recorder())
+    adjuster.advance(10)
+    layer.step()
+    adjuster.advance(0)
+    assert adjuster.updates == 0
+    adjuster.advance(10)
+    assert adjuster.updates == 1
+
+
 @pytest.mark.parametrize("name", ["expert_capacity", "router_bias_step"])
 def test_what_changes_answers_is_refused_in_invariant_mode(name):
     assert EngineConfig("m", **{name: 0.5}).altering == {name: 0.5}
