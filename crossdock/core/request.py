@@ -1,7 +1,7 @@
 """A request, how it is sampled, and what comes back of it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from crossdock.core.validate import check_sampling
 
@@ -81,17 +81,16 @@ class TokenLogprob:
     """1 for the most likely token."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """What the sampler chose for one sequence in one step."""
+class Sampled(NamedTuple):
+    """What the sampler chose for one sequence in one step. This and what follows are tuples: one is
+    made, and travels, for every token."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """New tokens of one request, 0..n of them, and whether it ended.
 
     `queue_seconds` (from arrival at the rank to its first scheduling) and `num_cached_tokens` come

@@ -113,9 +113,8 @@ class Engine:
             lambda: {path: n - sent[path] for path, n in transport.bytes_sent().items()},
         )
 
-    def add(self, request: Request, wave: int) -> None:
+    def add(self, request: Request) -> None:
         self.inbox.add(request)
-        self.wake(wave)
 
     def abort(self, request_id: str) -> None:
         self.inbox.abort(request_id)

@@ -45,7 +45,7 @@ class BiasAdjuster:
         recorder.source("router_bias", self._describe)
 
     def advance(self, tokens: int) -> None:
-        """Before a step of `tokens`, of all ranks together; where nothing runs, nothing is adjusted.
+        """Before a step of `tokens`, of all ranks together; without any, nothing is adjusted.
 
         Raises:
             RankLost: a rank did not come within the deadline.

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from crossdock.core.messages import (
 from crossdock.engine import initial_placement
 from crossdock.launch.checks import check_request
 from crossdock.launch.cluster import Cluster
-from crossdock.launch.opened import OnUpdate, Opened
+from crossdock.launch.opened import OnUpdate, Opened, Submission
 from crossdock.launch.output import Choice, Update
 from crossdock.launch.rebalance import Balancer
 from crossdock.launch.rebalance_loads import LoadRecording
@@ -167,39 +168,73 @@ class EngineClient:
             RankLost: the engine has failed.
             CrossdockError: it was closed.
         """
-        prompt = tuple([int(token) for token in prompt_ids])  # numpy's integers do not travel
-        params = check_request(prompt, params, self.spec.vocab_size, self.max_model_len)
-        opened = Opened(request_id, next(self._serials), prompt, params, on_update)
-        with self._lock:
-            self._check_open()
-            if request_id in self._open:
-                raise RequestError(f"request id {request_id!r} is already in use")
-            self._open[request_id] = opened
-            for index in range(params.n):
-                self._start_choice(index, opened)
+        self.submit_all([Submission(request_id, prompt_ids, params, on_update)])
 
-    def _start_choice(self, index: int, opened: Opened) -> None:
-        params, name = opened.params_of(index), opened.name(index)
-        group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
-        opened.choices[index] = Choice(index, group, params, self.tokenizer)
-        request = opened.request(index, self.tokenizer.eos_token_ids, self.config.seed)
-        # All ranks hear of every wave: a rank may sleep only once all have seen the same one.
-        self._wave += 1
-        for rank in range(self.config.ranks):
-            theirs = rank // self.config.tp == group
-            self._cluster.send(rank, Add(request, self._wave) if theirs else Wake(self._wave))
+    def submit_all(self, submissions: Sequence[Submission]) -> None:
+        """As `submit` of each, but all or, where one is refused, none. Ranks that sleep begin when
+        each has enough for two full steps: with the first few prompts alone, all later steps would
+        be the worse filled, and one more would be needed."""
+        opened = [self._checked(each) for each in submissions]
+        config, tokens, choices = self.config, 0, 0
+        try:
+            for each in opened:
+                with self._lock:
+                    self._start(each)
+                tokens += len(each.prompt_ids) * each.params.n
+                choices += each.params.n
+                full = tokens >= 2 * config.max_num_batched_tokens * config.groups
+                if full or choices >= config.max_num_seqs * config.groups:
+                    self._wake()
+                    tokens = choices = 0
+        except BaseException:
+            with self._lock:
+                for each in opened:
+                    self._drop(each)
+            raise
+        finally:
+            self._wake()
+
+    def _checked(self, wanted: Submission) -> Opened:
+        name, prompt_ids, params, on_update = wanted
+        try:
+            prompt = tuple(map(operator.index, prompt_ids))  # numpy's integers do not travel
+        except TypeError as error:
+            raise RequestError(f"token ids are integers: {error}", "prompt") from None
+        params = check_request(prompt, params, self.spec.vocab_size, self.max_model_len)
+        return Opened(name, next(self._serials), prompt, params, on_update)
+
+    def _start(self, opened: Opened) -> None:
+        """With the lock held."""
+        self._check_open()
+        if opened.id in self._open:
+            raise RequestError(f"request id {opened.id!r} is already in use")
+        self._open[opened.id] = opened
+        tp = self.config.tp
+        for i in range(opened.params.n):
+            params, name = opened.params_of(i), opened.name(i)
+            group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
+            opened.choices[i] = Choice(i, group, params, self.tokenizer)
+            request = opened.request(i, self.tokenizer.eos_token_ids, self.config.seed)
+            for rank in range(group * tp, (group + 1) * tp):
+                self._cluster.send(rank, Add(request))
+
+    def _wake(self) -> None:
+        """All ranks hear of every wave: a rank may sleep only once all have seen the same one."""
+        with self._lock:
+            self._wave += 1
+            self._cluster.broadcast(Wake(self._wave))
 
     def abort(self, request_id: str) -> None:
         """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
         with self._lock:
             opened = self._open.get(request_id)
             if opened is not None:
-                self._drop(request_id, opened)
+                self._drop(opened)
 
-    def _drop(self, request_id: str, opened: Opened) -> None:
+    def _drop(self, opened: Opened) -> None:
         """With the lock held."""
-        if self._open.get(request_id) is opened:
-            del self._open[request_id]
+        if self._open.get(opened.id) is opened:
+            del self._open[opened.id]
         for index, choice in opened.choices.items():
             self._router.release(opened.name(index))
             self._send_abort(choice.group, opened.name(index))
@@ -214,8 +249,9 @@ class EngineClient:
     def num_open(self) -> int:
         return len(self._open)
 
-    def snapshots(self, timeout: float = 0.5) -> list[Snapshot]:
-        """The metrics of every rank, fresh if they answer in time, else the last heard."""
+    def snapshots(self, timeout: float = 5.0) -> list[Snapshot]:
+        """The metrics of every rank, fresh if they answer in time, which they do between two steps,
+        else the last heard."""
         return self._snapshots_within(timeout)[1]
 
     def _snapshots_within(self, timeout: float) -> tuple[bool, list[Snapshot]]:
@@ -355,7 +391,7 @@ class EngineClient:
         except Exception:
             log.exception("request %s: its listener failed; the request is dropped", request_id)
             with self._lock:
-                self._drop(request_id, opened)
+                self._drop(opened)
 
     def _lost(self, rank: int, why: str) -> None:
         self._fail(why, user_error=False)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from crossdock.core import CrossdockError, EngineConfig, RequestError, SamplingParams
+from crossdock.launch.opened import Submission
 from crossdock.launch.output import TokenLogprobs, Update
 from crossdock.launch.start import launch
 
@@ -132,18 +133,17 @@ class LLM:
                     request.ended = now
                     changed.notify_all()
 
-        submitted = []
+        submissions = []
+        for name, request in zip(ids, requests, strict=True):
+            request.updates = [[] for _ in range(request.params.n)]
+            on_update = partial(listen, request)
+            submissions.append(Submission(name, request.prompt_ids, request.params, on_update))
         try:
-            for name, request in zip(ids, requests, strict=True):
-                request.updates = [[] for _ in range(request.params.n)]
-                request.started = time.perf_counter()
-                on_update = partial(listen, request)
-                self.client.submit(name, request.prompt_ids, request.params, on_update)
-                submitted.append(name)
+            self.client.submit_all(submissions)
             with changed:
                 changed.wait_for(lambda: all(r.open == 0 for r in requests))
         except BaseException:
-            for name in submitted:
+            for name in ids:
                 self.client.abort(name)
             raise
         if self.client.failure is not None:

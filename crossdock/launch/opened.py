@@ -1,13 +1,23 @@
 """A request in flight, and what ranks are told of it."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from crossdock.core import Request, SamplingParams
 from crossdock.launch.output import Choice, Update
 
 OnUpdate = Callable[[Update], None]
+
+
+class Submission(NamedTuple):
+    """`params.n` continuations of `prompt_ids` are wanted."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    on_update: OnUpdate
 
 
 @dataclass

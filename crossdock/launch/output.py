@@ -16,12 +16,12 @@ class TokenLogprobs:
     top: "tuple[TokenLogprobs, ...]" = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """News of one choice of a request: a text delta and its tokens; the last has a finish_reason.
 
     `stop_reason`: the stop string or stop token id that ended it. `error` goes with
-    finish_reason "error".
+    finish_reason "error". Not frozen, since one is made for every token.
     """
 
     index: int

@@ -97,9 +97,8 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
     while True:
         while channel.poll(None if asleep else 0.0):
             match channel.recv():
-                case Add(request, wave):
-                    engine.add(request, wave)
-                    asleep = False
+                case Add(request):
+                    engine.add(request)
                 case Wake(wave):
                     engine.wake(wave)
                     asleep = False

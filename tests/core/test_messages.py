@@ -34,7 +34,7 @@ MESSAGES = [
     m.Start(1, EngineConfig("m", ranks=2, kv_memory_gib=0.1), {"shm": 5}, "127.0.0.1:1"),
     m.Progress(0, "weights", 1, 2),
     m.Ready(0, {"device": "cpu", "pages": 10, "layers": (1, 2), "nested": {"a": None}}),
-    m.Add(request, 3),
+    m.Add(request),
     m.Wake(4),
     m.Rebalance(1, ((0, 1, -1), (1, 0, 0)), 5),
     m.Rebalanced(1, 1, 2, 4096, 0.5, "a copy arrived damaged"),
@@ -57,14 +57,12 @@ def test_round_trip(message):
 
 def test_every_message_class_is_tested():
     mine = {type(message).__name__ for message in MESSAGES}
-    carried = {
-        "EngineConfig", "Request", "SamplingParams", "Sampled", "TokenLogprob", "TokenOutput",
-    }  # fmt: skip
+    carried = {"EngineConfig", "Request", "SamplingParams", "TokenLogprob"}
     assert mine | carried == set(m._CLASSES)
 
 
 @given(
-    ids=st.lists(st.integers(0, 2**63)),
+    ids=st.lists(st.integers(0, 2**31 - 1)),
     text=st.text(st.characters()),
     seed=st.integers(-(2**63), 2**64 - 1) | st.none(),
     temperature=st.floats(0, 100),
@@ -72,7 +70,7 @@ def test_every_message_class_is_tested():
 def test_any_request_survives(ids, text, seed, temperature):
     """Also lone surrogates, which have no UTF-8 form."""
     p = SamplingParams(stop=(text,) if text else (), seed=seed, temperature=temperature)
-    message = m.Add(Request(text, tuple(ids), p), 0)
+    message = m.Add(Request(text, tuple(ids), p))
     assert m.decode(m.encode(message)) == message
 
 

@@ -91,7 +91,7 @@ def tokens_of_requests(engine, requests, rank: int, mode: str) -> np.ndarray:
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for i, prompt in enumerate(requests[rank]):
         name = f"{mode} {i}"
-        engine.add(Request(name, tuple(prompt), params, key=100 * rank + i), wave=1)
+        engine.add(Request(name, tuple(prompt), params, key=100 * rank + i))
         made[name] = []
     engine.wake(1)
     while not (step := engine.step()).sleep:

@@ -43,7 +43,7 @@ def answers(engine: Engine, ahead: int) -> dict[str, list]:
     draw = np.random.default_rng(5)
     for i in range(3 * len(PARAMS)):
         prompt = tuple(int(t) for t in draw.integers(300, 4000, 3 + 5 * (i % 4)))
-        engine.add(Request(str(i), prompt, PARAMS[i % len(PARAMS)], key=i), wave=1)
+        engine.add(Request(str(i), prompt, PARAMS[i % len(PARAMS)], key=i))
         made[str(i)] = []
     while not (step := engine.step()).sleep:
         for output in step.outputs:
@@ -65,8 +65,8 @@ def test_an_aborted_request_disturbs_no_other(engine):
     engine.ahead = 1
     draw = np.random.default_rng(5)
     prompts = [tuple(int(t) for t in draw.integers(300, 4000, 3 + 5 * (i % 4))) for i in range(2)]
-    engine.add(Request("0", prompts[0], PARAMS[0], key=0), wave=2)
-    engine.add(Request("gone", prompts[1], PARAMS[4], key=1), wave=2)
+    engine.add(Request("0", prompts[0], PARAMS[0], key=0))
+    engine.add(Request("gone", prompts[1], PARAMS[4], key=1))
     made = []
     for step in range(200):
         if step == 3:

@@ -47,7 +47,7 @@ def test_a_timed_step_counts_the_work_that_was_done(engine):
     engine.timer = StepTimer(engine.recorder, engine.timer._work, every=1)  # every step
     prompt, outputs = tuple(range(300, 311)), 5
     params = SamplingParams(temperature=0.0, max_tokens=outputs, ignore_eos=True)
-    engine.add(Request("a", prompt, params, key=1), wave=1)
+    engine.add(Request("a", prompt, params, key=1))
     used, dense_kv, rows, begin = [], [], engine.recorder.rows_LS, perf_counter()
     for context in [len(prompt)] + [len(prompt) + n for n in range(1, outputs)]:
         before, counted = rows.clone(), engine.recorder.counters.get("timed_bytes", 0)
@@ -73,7 +73,7 @@ def test_a_rank_knows_its_ceilings_and_no_part_of_a_gpu(engine):
     assert engine.info["ceilings"]["flops_per_s"] == 0.1e12
     assert "gpu_activity" not in engine.info
     params = SamplingParams(max_tokens=3, ignore_eos=True)
-    engine.add(Request("a", (5, 6, 7), params, key=1), wave=1)
+    engine.add(Request("a", (5, 6, 7), params, key=1))
     while not engine.step().sleep:
         pass
     seconds = engine.recorder.seconds

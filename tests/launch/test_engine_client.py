@@ -9,9 +9,10 @@ import pytest
 
 from crossdock import LLM, SamplingParams
 from crossdock.comm import SharedMemory, shm_bytes
-from crossdock.core import CrossdockError, EngineConfig, UserError
+from crossdock.core import CrossdockError, EngineConfig, RequestError, UserError
 from crossdock.launch import Update
 from crossdock.launch.cluster import Cluster
+from crossdock.launch.opened import Submission
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -32,7 +33,7 @@ def test_an_id_used_again_gets_nothing_of_its_predecessor(llm: LLM) -> None:
 
         def hold(update: Update, running=running, replaced=replaced) -> None:
             running.set()
-            assert replaced.wait(30)  # meanwhile the rank says more of it
+            assert replaced.wait(60)  # meanwhile the rank says more of it
 
         def listen(update: Update, updates=updates, ended=ended) -> None:
             updates.append(update)
@@ -40,24 +41,26 @@ def test_an_id_used_again_gets_nothing_of_its_predecessor(llm: LLM) -> None:
                 ended.set()
 
         llm.client.submit("same", [100 + round_] * 9, LONG, hold)
-        assert running.wait(30)
+        assert running.wait(60)
         llm.client.abort("same")
         llm.client.submit("same", [7, 8, 9], SHORT, listen)
         replaced.set()
-        assert ended.wait(30)
+        assert ended.wait(60)
         assert tuple(t for u in updates for t in u.token_ids) == want
 
 
 def test_a_listener_that_raises_loses_its_own_request_alone(llm: LLM) -> None:
-    called = threading.Event()
+    called = threading.Semaphore(0)
 
     def listen(update: Update) -> None:
-        called.set()
+        called.release()
         raise OSError("the listener is broken")
 
-    for name in ("a", "b", "c", "d"):
+    names = ("a", "b", "c", "d")
+    for name in names:
         llm.client.submit(name, [5, 6], LONG, listen)
-    assert called.wait(30)
+    assert all(called.acquire(timeout=60) for _ in names)
+    llm.client.snapshots(timeout=60)  # come in the same threads, so each has dropped its requests
     outputs = llm.generate(["One", "Two", "Three", "Four"], SHORT)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * 4
     assert llm.client.num_open() == 0 and llm.client.failure is None
@@ -78,9 +81,38 @@ def test_the_first_of_n_choices_draws_what_a_single_one_does(llm: LLM) -> None:
     assert many.outputs[0].token_ids == one.outputs[0].token_ids
 
 
+def test_a_batch_is_refused_whole_or_taken_whole(llm: LLM) -> None:
+    good, bad = [5, 6], [5, llm.client.spec.vocab_size]
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        llm.generate([good, good, bad], SHORT)
+    assert llm.client.num_open() == 0
+    with pytest.raises(RequestError, match=r"token ids are integers: 'float'"):
+        llm.generate([good, [5, 6.0]], SHORT)
+
+    def ignore(update: Update) -> None: ...
+
+    twice = [Submission("twice", good, LONG, ignore)] * 2
+    with pytest.raises(RequestError, match="'twice' is already in use"):
+        llm.client.submit_all(twice)
+    assert llm.client.num_open() == 0
+    assert [len(o.outputs[0].token_ids) for o in llm.generate([good] * 5, SHORT)] == [3] * 5
+
+
+def test_ranks_begin_a_batch_with_full_steps(storyteller: Path) -> None:
+    """Beginning with the prompt that came first, each would need a step more. As many prompts as
+    are there before any rank is woken."""
+    prompts = [[100 + i] * 32 for i in range(8)]
+    once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    settings = {"ranks": 2, "device": "cpu", "max_num_batched_tokens": 64}
+    with LLM(str(storyteller), **settings) as engine:
+        engine.generate(prompts, once)
+        ranks = [rank.values for rank in engine.client.snapshots(timeout=60)]
+    assert [sum(rank["overlap_steps"].values()) for rank in ranks] == [2, 2]
+
+
 def test_an_idle_rank_counts_its_wait_in_the_lockstep(llm: LLM) -> None:
     llm.generate("Once", LONG)
-    for snapshot in llm.client.snapshots(timeout=30):
+    for snapshot in llm.client.snapshots(timeout=60):
         seconds, calls = snapshot.values["seconds"], snapshot.values["calls"]
         assert calls["wait"] == calls["agree"] + calls["dispatch"] + calls["combine"]
         assert seconds["agree"] <= seconds["wait"] <= seconds["step"]
