@@ -1,12 +1,8 @@
-"""The gateway's side of an engine: open requests, which rank runs them, and how they end."""
+"""The gateway's side of an engine: its ranks, what they are asked, and what they say."""
 
-import itertools
-import logging
-import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -20,15 +16,11 @@ from crossdock.core import (
     ModelSpec,
     Placement,
     RankLost,
-    RequestError,
     SamplingParams,
-    TokenOutput,
     UserError,
 )
 from crossdock.core.ceilings import Ceilings
 from crossdock.core.messages import (
-    Abort,
-    Add,
     Failure,
     Outputs,
     Progress,
@@ -41,18 +33,15 @@ from crossdock.core.messages import (
     Wake,
 )
 from crossdock.engine import initial_placement
-from crossdock.launch.checks import check_request
 from crossdock.launch.cluster import Cluster
-from crossdock.launch.opened import OnUpdate, Opened, Submission
-from crossdock.launch.output import Choice, Update
+from crossdock.launch.opened import OnUpdate, Submission
+from crossdock.launch.output import Update
 from crossdock.launch.rebalance import Balancer
 from crossdock.launch.rebalance_loads import LoadRecording
 from crossdock.launch.rebalance_ranks import Moves
+from crossdock.launch.requests import Requests
 from crossdock.launch.traces import Traces
 from crossdock.models.tokenizer import Tokenizer
-from crossdock.scheduler import Router
-
-log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int, int], None]
 """(rank, done, total) while weights load."""
@@ -73,7 +62,6 @@ class EngineClient:
     ):
         self.spec, self.config = spec, config
         self.max_model_len, self.model_name = max_model_len, model_name
-        self.tokenizer: Tokenizer
         self.info: list[dict[str, Any]] = [{} for _ in range(config.ranks)]
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] = lambda message: None
@@ -84,21 +72,15 @@ class EngineClient:
         self._heard = time.monotonic()
         self._user_error = self._closed = False
         self._wave = 0
-        self._serials = itertools.count()
-        self._open: dict[str, Opened] = {}
         self._snapshots: dict[int, Snapshot] = {}
         self._fresh: set[int] = set()
         self._moves = Moves(initial_placement(config, spec))
         self.balancer = Balancer(self)
         self.recording = LoadRecording(self)
-        self._router = Router(
-            config.groups,
-            page_size=config.page_size,
-            max_num_seqs=config.max_num_seqs,
-            namespace=config.model,
-            prefix_caching=config.prefix_caching,
-        )
         self._cluster = Cluster(config, self._receive, self._lost, fds)
+        self._requests = Requests(
+            config, spec, max_model_len, self._cluster.send, self._wake, self._check_open
+        )
         self.traces = Traces(config.ranks, self._cluster.broadcast)
         self._cluster.start()
 
@@ -146,7 +128,15 @@ class EngineClient:
             self._closed = True
             self._changed.notify_all()
         self._cluster.close(None if self.failure else Stop())
-        self._end_all(Update(0, finish_reason="abort"))
+        self._requests.end_all(Update(0, finish_reason="abort"))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._requests.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer) -> None:
+        self._requests.tokenizer = tokenizer
 
     @property
     def pids(self) -> list[int]:
@@ -171,52 +161,13 @@ class EngineClient:
         self.submit_all([Submission(request_id, prompt_ids, params, on_update)])
 
     def submit_all(self, submissions: Sequence[Submission]) -> None:
-        """As `submit` of each, but all or, where one is refused, none. Ranks that sleep begin when
-        each has enough for two full steps: with the first few prompts alone, all later steps would
-        be the worse filled, and one more would be needed."""
-        opened = [self._checked(each) for each in submissions]
-        config, tokens, choices = self.config, 0, 0
-        try:
-            for each in opened:
-                with self._lock:
-                    self._start(each)
-                tokens += len(each.prompt_ids) * each.params.n
-                choices += each.params.n
-                full = tokens >= 2 * config.max_num_batched_tokens * config.groups
-                if full or choices >= config.max_num_seqs * config.groups:
-                    self._wake()
-                    tokens = choices = 0
-        except BaseException:
-            with self._lock:
-                for each in opened:
-                    self._drop(each)
-            raise
-        finally:
-            self._wake()
+        """As `submit` of each, but all or, where one is refused, none; ranks that sleep begin with
+        full steps."""
+        self._requests.submit(submissions)
 
-    def _checked(self, wanted: Submission) -> Opened:
-        name, prompt_ids, params, on_update = wanted
-        try:
-            prompt = tuple(map(operator.index, prompt_ids))  # numpy's integers do not travel
-        except TypeError as error:
-            raise RequestError(f"token ids are integers: {error}", "prompt") from None
-        params = check_request(prompt, params, self.spec.vocab_size, self.max_model_len)
-        return Opened(name, next(self._serials), prompt, params, on_update)
-
-    def _start(self, opened: Opened) -> None:
-        """With the lock held."""
-        self._check_open()
-        if opened.id in self._open:
-            raise RequestError(f"request id {opened.id!r} is already in use")
-        self._open[opened.id] = opened
-        tp = self.config.tp
-        for i in range(opened.params.n):
-            params, name = opened.params_of(i), opened.name(i)
-            group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
-            opened.choices[i] = Choice(i, group, params, self.tokenizer)
-            request = opened.request(i, self.tokenizer.eos_token_ids, self.config.seed)
-            for rank in range(group * tp, (group + 1) * tp):
-                self._cluster.send(rank, Add(request))
+    def abort(self, request_id: str) -> None:
+        """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
+        self._requests.abort(request_id)
 
     def _wake(self) -> None:
         """All ranks hear of every wave: a rank may sleep only once all have seen the same one."""
@@ -224,30 +175,8 @@ class EngineClient:
             self._wave += 1
             self._cluster.broadcast(Wake(self._wave))
 
-    def abort(self, request_id: str) -> None:
-        """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
-        with self._lock:
-            opened = self._open.get(request_id)
-            if opened is not None:
-                self._drop(opened)
-
-    def _drop(self, opened: Opened) -> None:
-        """With the lock held."""
-        if self._open.get(opened.id) is opened:
-            del self._open[opened.id]
-        for index, choice in opened.choices.items():
-            self._router.release(opened.name(index))
-            self._send_abort(choice.group, opened.name(index))
-        opened.choices.clear()
-
-    def _send_abort(self, group: int, name: str) -> None:
-        """With the lock held: the ranks of a group must hear of everything in the same order."""
-        tp = self.config.tp
-        for rank in range(group * tp, (group + 1) * tp):
-            self._cluster.send(rank, Abort(name))
-
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self._requests)
 
     def snapshots(self, timeout: float = 5.0) -> list[Snapshot]:
         """The metrics of every rank, fresh if they answer in time, which they do between two steps,
@@ -333,7 +262,7 @@ class EngineClient:
         match message:
             case Outputs(_, outputs):
                 for output in outputs:
-                    self._deliver(output)
+                    self._requests.deliver(output)
             case Progress(_, _, done, total):
                 if self._on_progress is not None:
                     self._on_progress(rank, done, total)
@@ -356,43 +285,6 @@ class EngineClient:
             case Failure():
                 self._fail(_describe(message), message.user_error)
 
-    def _deliver(self, output: TokenOutput) -> None:
-        request_id, serial, index = output.request_id.rsplit("/", 2)
-        with self._lock:
-            opened = self._open.get(request_id)
-            if opened is None or opened.serial != int(serial):
-                return  # aborted meanwhile
-            choice = opened.choices.get(int(index))
-            if choice is None:
-                return
-            if choice.is_new and output.tokens:
-                self._router.started(output.request_id)
-        # Only this rank's reader thread touches the choice, so the text needs no lock.
-        try:
-            update = choice.push(output)
-        except Exception as error:
-            log.exception("request %s: its output cannot be read", request_id)
-            update = Update(choice.index, finish_reason="error", error=repr(error))
-        if update.finish_reason is not None:
-            with self._lock:
-                if opened.choices.pop(choice.index, None) is None:
-                    return
-                self._router.release(output.request_id)
-                if output.finish_reason is None:  # the rank knows nothing of it, as at stop strings
-                    self._send_abort(choice.group, output.request_id)
-                if not opened.choices:
-                    self._open.pop(request_id, None)
-        self._notify(request_id, opened, update)
-
-    def _notify(self, request_id: str, opened: Opened, update: Update) -> None:
-        """A listener that raises must not end the thread that reads for all requests of a rank."""
-        try:
-            opened.on_update(update)
-        except Exception:
-            log.exception("request %s: its listener failed; the request is dropped", request_id)
-            with self._lock:
-                self._drop(opened)
-
     def _lost(self, rank: int, why: str) -> None:
         self._fail(why, user_error=False)
 
@@ -404,20 +296,9 @@ class EngineClient:
             self.failure, self._user_error = message, user_error
             self._changed.notify_all()
         self.traces.close()
-        self._end_all(Update(0, finish_reason="error", error=message))
+        self._requests.end_all(Update(0, finish_reason="error", error=message))
         threading.Thread(target=self._cluster.close, daemon=True).start()
         self.on_failure(message)
-
-    def _end_all(self, update: Update) -> None:
-        with self._lock:
-            # Emptied here, so that no reader thread ends one of them a second time.
-            ended = [(name, o, list(o.choices)) for name, o in self._open.items()]
-            for _, opened, _ in ended:
-                opened.choices.clear()
-            self._open.clear()
-        for name, opened, choices in ended:
-            for index in choices:
-                self._notify(name, opened, replace(update, index=index))
 
 
 def _describe(failure: Failure) -> str:
