@@ -376,9 +376,9 @@ def _ping_us(place: Place) -> float:
 
 def _ping(memory: mmap.mmap, side: int) -> float:
     """Seconds one way, half the median round. The sides count up in turn."""
-    deadline = time.monotonic() + PING_LIMIT_S
     stamps = []
     for turn in range(side, 2 * _PINGS, 2):
+        deadline = time.monotonic() + PING_LIMIT_S
         while memory[0] != turn % 256:
             os.sched_yield()
             if time.monotonic() > deadline:

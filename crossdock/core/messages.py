@@ -85,7 +85,9 @@ class Abort:
 
 @dataclass(frozen=True)
 class Report:
-    """Ask a rank for its metrics now."""
+    """Ask a rank for its metrics now. `number`: counts up."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's metrics, all totals since its start (gauges excepted); see metrics.Recorder."""
+    """A rank's metrics, all totals since its start (gauges excepted); see metrics.Recorder.
+    `number`: of the report asked for."""
 
     rank: int
     values: dict[str, Any]
+    number: int = 0
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,8 @@ class EngineClient:
         self._ready: set[int] = set()
         self._heard = time.monotonic()
         self._user_error = self._closed = False
-        self._wave = 0
+        self._wave = self._reports = 0
         self._snapshots: dict[int, Snapshot] = {}
-        self._fresh: set[int] = set()
         self._moves = Moves(initial_placement(config, spec))
         self.balancer = Balancer(self)
         self.recording = LoadRecording(self)
@@ -186,14 +185,16 @@ class EngineClient:
     def _snapshots_within(self, timeout: float) -> tuple[bool, list[Snapshot]]:
         """Whether all are fresh, and those there are."""
         with self._changed:
-            fresh = False
+            number = self._reports = self._reports + 1
+
+            def fresh() -> bool:
+                told = [s for s in self._snapshots.values() if s.number >= number]
+                return len(told) == self.config.ranks
+
             if not self._over:
-                self._fresh.clear()
-                self._cluster.broadcast(Report())
-                ranks = self.config.ranks
-                self._changed.wait_for(lambda: self._over or len(self._fresh) == ranks, timeout)
-                fresh = len(self._fresh) == ranks
-            return fresh, [self._snapshots[rank] for rank in sorted(self._snapshots)]
+                self._cluster.broadcast(Report(number))
+                self._changed.wait_for(lambda: self._over or fresh(), timeout)
+            return fresh(), [self._snapshots[rank] for rank in sorted(self._snapshots)]
 
     @property
     def _over(self) -> bool:
@@ -274,7 +275,6 @@ class EngineClient:
             case Snapshot():
                 with self._changed:
                     self._snapshots[rank] = message
-                    self._fresh.add(rank)
                     self._changed.notify_all()
             case Rebalanced():
                 with self._changed:

@@ -170,7 +170,7 @@ def _moving(llm: LLM) -> Iterator[list[int]]:
 
     def move() -> None:
         try:
-            while not stop.is_set():
+            while not moved or not stop.is_set():  # once however late this thread begins
                 ended = llm.client.rebalance(shuffled(rng, llm.client.placement))
                 if ended.error is not None:
                     raise CrossdockError(ended.error)

@@ -7,7 +7,7 @@ from typing import Any
 from crossdock.core import Busy, CrossdockError
 from crossdock.core.messages import Trace, Traced
 
-_GIVE_UP_S = 5.0
+_GIVE_UP_S = 20.0
 """How long ranks may take to hand over what they have of a trace that is given up."""
 
 

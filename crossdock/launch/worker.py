@@ -107,9 +107,9 @@ def _serve(engine: Engine, rank: int, channel: Channel) -> None:
                     asleep = False
                 case Abort(request_id):
                     engine.abort(request_id)
-                case Report():
+                case Report(number):
                     values = {**engine.recorder.snapshot(), **_memory(engine.world.device)}
-                    channel.send(Snapshot(rank, values))
+                    channel.send(Snapshot(rank, values, number))
                 case Trace(id, steps):
                     engine.timer.trace(id, steps)
                     _send_traced(engine, rank, channel)

@@ -66,7 +66,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True)
 class Engine:
-    """What the exposition must know of an engine. `snapshots` may take up to half a second.
+    """What the exposition must know of an engine. `snapshots` may wait some seconds for a rank.
     `altering`: the settings that change answers, and their values. `ceilings`: of a rank's device,
     None where nobody knows them."""
 

@@ -82,4 +82,4 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_an_engine_needs_no_scipy():
     code = "import sys, crossdock.balance; assert not {'scipy', 'torch'} & sys.modules.keys()"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=280).returncode == 0

@@ -37,9 +37,10 @@ def test_tokens_take_experts_by_weight():
 @pytest.mark.parametrize(("ratio", "most"), [(1.5, 41), (2.0, 49), (3.0, 54)])
 def test_quota_at_64_ranks(ratio, most):
     rng = np.random.default_rng()
-    load_LE = np.concatenate([made_load(64, 256, ratio, rng) for _ in range(3)])
+    load_LE = np.concatenate([made_load(64, 256, ratio, rng) for _ in range(5)])
     answer = POLICIES["quota"](Problem(load_LE, 64, 6))
     assert imbalance(load_LE, answer, 64).mean() <= 1.011
+    # Over four standard deviations: one load's scatter by 1.5.
     assert (answer.slot_expert_LP >= 0).sum(axis=1).mean() - 256 <= most + 2
 
 

@@ -12,12 +12,14 @@ import pytest
 @dataclass
 class FakeServer:
     """`tokens_per_chunk`: how a completion is cut. `continuous`: tells usage with every chunk.
-    `fail_after`: completions that succeed before each one answers `fail_with`."""
+    `fail_after`: completions that succeed before each one answers `fail_with`. `together`:
+    completions after the first wait until so many have been open at once."""
 
     tokens_per_chunk: int = 1
     continuous: bool = True
     fail_after: int = 10**9
     fail_with: str = "500"
+    together: int = 1
     bodies: list[dict] = field(default_factory=list)
     url: str = ""
     open_now: int = 0
@@ -51,6 +53,8 @@ class FakeServer:
                 return
             self.open_now += 1
             self.most_open = max(self.most_open, self.open_now)
+            while self.bodies and self.most_open < self.together:
+                await asyncio.sleep(0.01)
             await self.complete(body, writer)
             self.open_now -= 1
         else:
@@ -117,7 +121,7 @@ def fake_server() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     yield fake
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
+    thread.join(60)

@@ -185,13 +185,14 @@ def test_parts_of_a_layer():
 
 def test_experts_in_the_interpreter():
     shapes = experts.parse_shapes("grouped:2x3,masked:2x3")
-    options = experts.ExpertsOptions(1, "cpu", shapes, width=256, out=128, reps=1, turns=2)
+    # One turn: the median of several rates is not that of their times.
+    options = experts.ExpertsOptions(1, "cpu", shapes, width=256, out=128, reps=1, turns=1)
     report = experts.report(experts.run_experts(options), "cmd")
     ours = [c for c in report.cases if c.shape["variant"].startswith(experts.OURS)]
     assert [(c.name, c.unit) for c in ours] == [("arithmetic", "TFLOP/s"), ("weights", "TB/s")] * 2
     grouped = ours[0]
     flops = 2 * 2 * 3 * 256 * 128
-    assert grouped.median == pytest.approx(flops / grouped.more["us"] / 1e6, rel=0.5)
+    assert grouped.median == pytest.approx(flops / grouped.more["us"] / 1e6)
     assert "BF16, torch._grouped_mm" in grouped.against
 
 

@@ -37,6 +37,7 @@ def test_counts_every_token(fake_server, continuous, per_chunk):
 
 
 def test_concurrency_is_kept_and_warmup_left_out(fake_server):
+    fake_server.together = 3
     run = run_load(options(fake_server, num_prompts=30, warmup=5))
     assert fake_server.most_open == 3
     assert len(fake_server.bodies) == 1 + 5 + 30  # the trial request of discovery

@@ -1,8 +1,11 @@
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,11 +26,22 @@ def check(path, variables=None):
 
 def finish(process):
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=280)
     finally:
         process.kill()
     assert process.returncode == 0, err
     return out
+
+
+def unused_port():
+    """Where there are any, none of those that the system gives to whoever asks for some port."""
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [port for port in range(1024, 65536) if not low <= port <= high]
+    for port in (*random.sample(ports, len(ports)), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return probe.getsockname()[1]
+    raise AssertionError("no port is free")
 
 
 def test_this_machine_becomes_a_hardware_file(tmp_path):
@@ -47,9 +61,7 @@ def test_this_machine_becomes_a_hardware_file(tmp_path):
 
 def test_ranks_of_two_hosts_measure_the_network(tmp_path):
     """As two `torchrun` agents would start them, one rank each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free_port = probe.getsockname()[1]
+    free_port = unused_port()
     paths = [tmp_path / f"{rank}.toml" for rank in range(2)]
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -71,6 +83,6 @@ def test_ranks_of_two_hosts_measure_the_network(tmp_path):
 def test_a_file_that_cannot_be_written(tmp_path):
     path = tmp_path / "missing" / "here.toml"
     process = check(path)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=280)
     assert process.returncode == 2 and "cannot be written" in err
     assert json.loads(out)["error"]["exit_code"] == 2

@@ -29,7 +29,7 @@ def test_check_json_parses():
         [sys.executable, "-m", "crossdock", "check", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,7 @@ def crossdock(*args, stdin=None):
         capture_output=True,
         text=True,
         input=stdin,
-        timeout=240,
+        timeout=280,
         env=ENV,
     )
 
@@ -63,7 +63,7 @@ def served(checkpoint):
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
 
 
 def test_serve_answers_and_ctrl_c_ends_all(served):
@@ -85,7 +85,7 @@ def test_serve_answers_and_ctrl_c_ends_all(served):
     ranks = sessions_of(process.pid)
     assert len(ranks) == 3
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert out == ""
     assert not any(alive(pid) for pid in ranks)
@@ -188,7 +188,7 @@ def test_demo(checkpoint):
         [sys.executable, DEMO, "--once", "--model", checkpoint, "--ranks", "2", "--port", "0"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         env=ENV,
     )
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_demo(checkpoint):
         [sys.executable, DEMO, "--once", "--model", checkpoint / "none"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         env=ENV,
     )
     assert missing.returncode == 2 and "directory not found" in missing.stderr

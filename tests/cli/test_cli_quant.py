@@ -13,7 +13,7 @@ CONTEXT, WINDOWS = 16, 2
 
 def crossdock(*args):
     command = [sys.executable, "-m", "crossdock", "bench", "quant", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def reference(checkpoint):

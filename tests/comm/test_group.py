@@ -31,7 +31,7 @@ def run(tmp_path: Path, ranks: int, tp: int, kind: str = "shm", what: str = "ran
         for rank in range(ranks)
     ]  # fmt: skip
     try:
-        assert [process.wait(timeout=100) for process in processes] == [0] * ranks
+        assert [process.wait(timeout=280) for process in processes] == [0] * ranks
     finally:
         for process in processes:
             process.kill()

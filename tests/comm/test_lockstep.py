@@ -36,7 +36,7 @@ def lost(pool, failed, ranks):
 
 @pytest.mark.parametrize("what", ["lockstep", "dispatch", "combine", "collective"])
 def test_a_stopped_rank_is_named(make_pool, failed, what):
-    pool = make_pool(3, (3,), deadline_s=4.0)
+    pool = make_pool(3, (3,), deadline_s=6.0)
     kind = "collective" if what == "collective" else "shm"
     shape = {"max_tokens": 4, "hidden": 8, "top_k": 1, "slots_per_rank": 1, "dtype": "float32"}
     pool.call(range(3), "build", 3, [kind], per_expert=False, **shape)

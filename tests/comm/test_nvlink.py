@@ -29,7 +29,7 @@ def ranks(tmp_path):
     """Runs cases in `size` processes; all must end well."""
     started = []
 
-    def run(size, cases, device="cpu", deadline=60.0, timeout=200):
+    def run(size, cases, device="cpu", deadline=60.0, timeout=280):
         memory = SharedMemory.create(16 << 20)
         env = {**os.environ, "TRITON_INTERPRET": "1"} if device == "cpu" else dict(os.environ)
         if device == "cuda":

@@ -23,7 +23,7 @@ def ranks(tmp_path):
     """Runs a case in `size` processes; all must end well."""
     started = []
 
-    def run(size, case, device="cpu", timeout=150):
+    def run(size, case, device="cpu", timeout=250):
         memory = SharedMemory.create(4 << 20)
         env = {**os.environ, "TRITON_INTERPRET": "1"}
         if device == "cuda":

@@ -39,12 +39,12 @@ MESSAGES = [
     m.Rebalance(1, ((0, 1, -1), (1, 0, 0)), 5),
     m.Rebalanced(1, 1, 2, 4096, 0.5, "a copy arrived damaged"),
     m.Abort("r-1"),
-    m.Report(),
+    m.Report(7),
     m.Trace(1, 20),
     m.Traced(1, 1, ((40, "experts", 2**53, 2**53 + 1000),), ((40, 9, 7, 2**50, 2**33),)),
     m.Stop(),
     m.Outputs(0, (output, TokenOutput("r-2", error="no", finish_reason="error"))),
-    m.Snapshot(0, {"seconds": {"step": 0.1}, "load": ((1, 2), (3, 4))}),
+    m.Snapshot(0, {"seconds": {"step": 0.1}, "load": ((1, 2), (3, 4))}, 7),
     m.Failure(0, "it broke\n", 1, True, "Traceback"),
 ]
 

@@ -114,7 +114,7 @@ def run(root: Path) -> dict[str, list[dict[str, np.ndarray]]]:
         for rank in range(4)
     ]
     try:
-        assert [process.wait(timeout=150) for process in processes] == [0] * 4
+        assert [process.wait(timeout=280) for process in processes] == [0] * 4
     finally:
         for process in processes:
             process.kill()

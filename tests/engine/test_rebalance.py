@@ -74,13 +74,15 @@ class Ranks:
 def test_every_step_serves_a_whole_placement(size):
     rng = np.random.default_rng()
     ranks = Ranks(rng, size)
+    # Steps in which a layer's copies travel, by 17 of their 52 bytes, and a few to switch it.
+    most = LAYERS * (-(-size * SLOTS * 52 // 17) + 3)
     for epoch in range(1, 6):
         target = draw(rng, size)
         for late, mover in enumerate(ranks.movers):  # ranks hear of it one after another
             mover.begin(epoch, target)
             if late < size - 1:
                 assert ranks.step() == [None] * size
-        for _ in range(500):
+        for _ in range(most):
             ended = ranks.step()
             if ended[0] is not None:
                 break

@@ -35,7 +35,7 @@ def _run_ranks(
     out: Path,
     config: dict[str, Any],
     prompts: list[list[int]],
-    timeout: float = 120,
+    timeout: float = 250,
     symmetric_bytes: int = 0,
     **job: Any,
 ) -> list[np.ndarray]:

@@ -13,7 +13,6 @@ def test_answers_do_not_change(storyteller):
     for proof in proofs:
         assert proof.holds, proof
         assert proof.slots > 32 and proof.layers == 4 * proof.moves, proof
-        assert proof.steps <= 8 * proof.layers, proof  # layers switched every few steps
     assert proofs[0].compared == 6 * 32 * 21 * 2
 
 

@@ -19,7 +19,7 @@ def answers(llm):
 
 def serve(path, **settings):
     with LLM(str(path), device="cpu", **settings) as llm:
-        return answers(llm), [rank.values for rank in llm.client.snapshots(10)]
+        return answers(llm), [rank.values for rank in llm.client.snapshots(60)]
 
 
 def test_no_choice_of_replicas_changes_a_bit(storyteller):
@@ -34,7 +34,7 @@ def test_no_choice_of_replicas_changes_a_bit(storyteller):
             moved = rng.permuted(llm.client.placement.slot_expert_LP, axis=1)
             assert llm.client.rebalance(moved, 60).error is None
             assert answers(llm) == alone, choice
-            ranks = [rank.values for rank in llm.client.snapshots(10)]
+            ranks = [rank.values for rank in llm.client.snapshots(60)]
         exchanges = {rank["calls"].get("counts", 0) for rank in ranks}
         # As often on every rank, whether it had tokens or not; only for quotas.
         assert len(exchanges) == 1 and (exchanges != {0}) == (choice == "quota")

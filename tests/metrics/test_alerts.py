@@ -51,6 +51,6 @@ def test_promtool_agrees(command):
     if promtool is None:
         pytest.skip("promtool is not installed (Debian: apt install prometheus)")
     done = subprocess.run(
-        [promtool, *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=60
+        [promtool, *command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr

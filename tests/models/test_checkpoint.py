@@ -153,7 +153,7 @@ print(resident() - start)
 
     def grown(ranks: int) -> int:
         command = [sys.executable, "-c", script, str(tmp_path), str(ranks)]
-        return int(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)
+        return int(subprocess.run(command, check=True, capture_output=True, timeout=280).stdout)
 
     megabytes = [grown(ranks) / 2**20 for ranks in (1, 4)]
     assert megabytes[0] < 256 * 1.05 and megabytes[1] < 64 * 1.05 + 4

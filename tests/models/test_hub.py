@@ -102,7 +102,7 @@ def resolve(cache: Path, endpoint: str, *names: str, **env: str) -> tuple[list[s
         env=clean,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines(), result.stderr

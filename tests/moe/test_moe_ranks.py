@@ -165,7 +165,7 @@ def run(root, cases, device):
         for rank in range(max(size for size, _, _ in cases.values()))
     ]
     try:
-        assert [process.wait(200) for process in processes] == [0] * len(processes)
+        assert [process.wait(280) for process in processes] == [0] * len(processes)
     finally:
         for process in processes:
             process.kill()

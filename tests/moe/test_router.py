@@ -152,8 +152,8 @@ def test_replicas_share_the_tokens_of_their_expert():
     slots = np.array([[0, 1, 2, 0, -1, 0, 2, -1]] * 3)
     placement = Placement(0, slots, 3, 2)
     maps = [SlotMap(placement, index, CPU) for index in range(3)]
-    keys = torch.randint(-(2**62), 2**62, (3000,))
-    ids = torch.randint(3, (3000, 2))
+    keys = torch.randint(-(2**62), 2**62, (6000,))
+    ids = torch.randint(3, (6000, 2))
     picks = [slot_map(ids, keys) for slot_map in maps]
     for pick in picks:
         assert np.array_equal(slots[0][pick.numpy()], ids.numpy())

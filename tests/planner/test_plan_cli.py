@@ -23,7 +23,7 @@ def test_json_is_one_document():
         [sys.executable, "-m", "crossdock", *SMALL, "--checklist", "--explain", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     made = json.loads(done.stdout)
     assert done.returncode == 0
@@ -35,7 +35,7 @@ def test_simulation_plot_and_plan_in_one_document(tmp_path):
     argv = ["plan", "mixtral-8x7b", "--gpu", "h100", "--gpus", "4", "--isl", "4000", "--osl", "10"]
     argv += ["--simulate", "poisson:2:20", "--plot", str(path), "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "crossdock", *argv], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "crossdock", *argv], capture_output=True, text=True, timeout=280
     )
     made = json.loads(done.stdout)
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def test_it_imports_no_torch():
         "import sys; from crossdock.cli.main import run; "
         f"code = run({SMALL!r}); sys.exit(9 if 'torch' in sys.modules else code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=280)
     assert done.returncode == 0
 
 
@@ -56,7 +56,7 @@ def test_validation_document():
         [sys.executable, "-m", "crossdock", "plan", "--validate", "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     rows = json.loads(done.stdout)["rows"]
     assert done.returncode == 0

@@ -229,7 +229,7 @@ def running(client: FakeClient | None, metrics: GatewayMetrics | None = None, **
     thread.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=30) as http:
+        with httpx.Client(base_url=url, timeout=60) as http:
             yield SimpleNamespace(
                 url=url,
                 port=port,
@@ -241,7 +241,7 @@ def running(client: FakeClient | None, metrics: GatewayMetrics | None = None, **
             )
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
     assert not thread.is_alive()
 
 
