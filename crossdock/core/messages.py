@@ -166,6 +166,7 @@ def decode(data: bytes) -> Any:
 _TOKEN_IDS = frozenset(("prompt_ids", "emitted"))
 """Of a `Request`: they travel as 32-bit integers in base64, in a third of the time, since a rank
 reads them between two steps."""
+
 # Field names and defaults; what equals its default does not travel, since tokens are many.
 _FIELDS = {cls: tuple((f.name, f.default) for f in fields(cls)) for cls in _CLASSES.values()}
 

@@ -1,5 +1,7 @@
 """The engine's client where users misbehave: ids used again, listeners that raise, late calls."""
 
+import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -108,6 +110,17 @@ def test_ranks_begin_a_batch_with_full_steps(storyteller: Path) -> None:
         engine.generate(prompts, once)
         ranks = [rank.values for rank in engine.client.snapshots(timeout=60)]
     assert [sum(rank["overlap_steps"].values()) for rank in ranks] == [2, 2]
+
+
+def test_a_late_answer_to_an_earlier_report_is_not_fresh(llm: LLM) -> None:
+    os.kill(llm.client.pids[0], signal.SIGSTOP)
+    try:
+        llm.client.snapshots(timeout=0.0)
+        before = llm.client.snapshots(timeout=0.0)
+    finally:
+        os.kill(llm.client.pids[0], signal.SIGCONT)
+    first, second = llm.client.snapshots(timeout=60)  # behind two that rank 0 has not answered yet
+    assert first.number == second.number > max((s.number for s in before), default=0)
 
 
 def test_an_idle_rank_counts_its_wait_in_the_lockstep(llm: LLM) -> None:
