@@ -1,7 +1,5 @@
 """The engine's client where users misbehave: ids used again, listeners that raise, late calls."""
 
-import os
-import signal
 import subprocess
 import threading
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from crossdock import LLM, SamplingParams
 from crossdock.comm import SharedMemory, shm_bytes
 from crossdock.core import CrossdockError, EngineConfig, RequestError, UserError
+from crossdock.core.messages import Report
 from crossdock.launch import Update
 from crossdock.launch.cluster import Cluster
 from crossdock.launch.opened import Submission
@@ -112,15 +111,14 @@ def test_ranks_begin_a_batch_with_full_steps(storyteller: Path) -> None:
     assert [sum(rank["overlap_steps"].values()) for rank in ranks] == [2, 2]
 
 
-def test_a_late_answer_to_an_earlier_report_is_not_fresh(llm: LLM) -> None:
-    os.kill(llm.client.pids[0], signal.SIGSTOP)
-    try:
-        llm.client.snapshots(timeout=0.0)
-        before = llm.client.snapshots(timeout=0.0)
-    finally:
-        os.kill(llm.client.pids[0], signal.SIGCONT)
-    first, second = llm.client.snapshots(timeout=60)  # behind two that rank 0 has not answered yet
-    assert first.number == second.number > max((s.number for s in before), default=0)
+def test_an_answer_to_an_earlier_report_is_not_fresh(llm: LLM, monkeypatch) -> None:
+    cluster = llm.client._cluster
+    ask = cluster.broadcast
+    monkeypatch.setattr(cluster, "broadcast", lambda report: ask(Report(report.number - 1)))
+    fresh, _ = llm.client._snapshots_within(1.0)
+    assert not fresh
+    monkeypatch.undo()
+    assert llm.client._snapshots_within(60.0)[0]
 
 
 def test_an_idle_rank_counts_its_wait_in_the_lockstep(llm: LLM) -> None:
