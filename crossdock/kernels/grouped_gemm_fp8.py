@@ -171,7 +171,7 @@ def _launch_hopper(
     slots, out_width, width = w_SOI.shape
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     w_NI = w_SOI.flatten(0, 1)
-    hopper_kernel[(min(_multiprocessors(x_NI.device.index), most_tiles),)](
+    hopper_kernel[(min(multiprocessors(x_NI.device.index), most_tiles),)](
         GluonDescriptor.from_tensor(x_NI, [128, 128], layout), x_scale_NB,
         GluonDescriptor.from_tensor(w_NI, [128, 128], layout), w_scale_SAB, out, index,
         index if offsets_S1 is None else offsets_S1, slots, capacity, out_width, width,
@@ -212,7 +212,7 @@ def _check_shapes(x: Tensor, w_SOI: Tensor, multiple: int) -> None:
 
 def _programs(x: Tensor) -> int:
     """Two a multiprocessor: one's epilogue hides behind the other's products."""
-    return 2 * _multiprocessors(x.device.index) if x.is_cuda else 4
+    return 2 * multiprocessors(x.device.index) if x.is_cuda else 4
 
 
 def is_hopper(x: Tensor) -> bool:
@@ -221,5 +221,5 @@ def is_hopper(x: Tensor) -> bool:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
