@@ -194,7 +194,8 @@ def _products(place: Place) -> dict[str, float]:
     """TFLOP/s by dtype, of what this device multiplies."""
     n = place.sizes.side
     found = {}
-    for name in ("float32", "bfloat16") if place.device.type == "cpu" else ("bfloat16",):
+    on_cpu = place.device.type == "cpu"
+    for name in ("float32", "bfloat16") if on_cpu else ("float32", "float16", "bfloat16"):
         dtype = getattr(torch, name)
         a, b = (torch.randn(n, n, device=place.device).to(dtype) for _ in range(2))
         dist.barrier(place.host)

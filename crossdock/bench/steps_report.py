@@ -11,7 +11,7 @@ from crossdock.core import EngineConfig
 SLOWER = 1.02
 """At most so many times as slow as "off" is a step in the mode that "auto" picked."""
 BYTES_OFF = 5.0
-"""Percent between one rank's step and what is expected of it."""
+"""Percent between one rank's step and what is expected of it by the bytes that it reads."""
 MBU = 0.85
 GIB = 1 << 30
 
@@ -102,8 +102,7 @@ def _mixed(run: StepsRun) -> Iterator[Case]:
 
 
 def _layers(run: StepsRun) -> Iterator[Case]:
-    copies = run.answers["copy"][""]
-    copy = median([rate for answer in copies for rate in answer["bytes_per_s"]])
+    copy = _copy_speed(run)
     for batch, answers in run.answers["layers"].items():
         yield from _modes(run, batch, answers)
     for batch, answers in run.answers["layers parts"].items():
@@ -151,27 +150,41 @@ def _mbu(run: StepsRun, batch: str, answers: Answers, copy: float) -> Case:
 
 
 def _ranks(run: StepsRun) -> Iterator[Case]:
-    """One rank's step as expected from all ranks': its experts take longer by as much as there are
-    more bytes of them, all else is alike."""
+    """One rank's step as expected from all ranks': longer by the bytes of experts that it reads
+    beyond theirs, at the speed of a copy; all else is alike. For information: the same with the
+    experts' whole time growing as their bytes do, launches and tails included, and that with one
+    rank's exchange."""
     (batch, times), (_, many) = _only(run, "ranks"), _only(run, "ranks parts")
     alone = _only(run, "alone ranks parts")[1]
     together = slowest(times, "off")
     measured = slowest(_only(run, "alone ranks")[1], "off")
-    grown = _bytes(alone) / _bytes(many)
+    copy, held, own = _copy_speed(run), _bytes(many), _bytes(alone)
+    read = [ms + 1e3 * (own - held) / copy for ms in together]
+    grown = own / held if held else 1.0
     experts = _part(many, "experts")
-    expected = [ms + experts * (grown - 1) for ms in together]
+    scaled = [ms + experts * (grown - 1) for ms in together]
     exchange = sum(_part(alone, part) - _part(many, part) for part in ("dispatch", "combine"))
     count = f"{run.options.ranks} ranks"
-    more = {"experts_bytes_grow": grown, "experts_ms": experts, "exchange_ms_less": -exchange}
+    of_bytes = {"copy_gbytes_per_s": copy / 1e9, "experts_bytes": held, "experts_bytes_alone": own}
+    of_time = {"experts_bytes_grow": grown, "experts_ms": experts}
     rows: tuple[tuple[str, list[float], dict[str, float]], ...] = (
         (f"{batch}: {count}", together, {}),
         ("one rank, measured", measured, {}),
-        (f"one rank, expected from {count} by the experts' bytes", expected, more),
-        ("the same, with one rank's exchange", [ms + exchange for ms in expected], {}),
+        (f"one rank, expected: {count} and its further bytes at copy speed", read, of_bytes),
+        (f"one rank, {count} with the experts' time grown as their bytes", scaled, of_time),
+        (
+            "the same, with one rank's exchange",
+            [ms + exchange for ms in scaled],
+            {"exchange_ms_less": -exchange},
+        ),
     )
     for label, values, extra in rows:
         yield case_of("ranks_step", values, "ms", "lower", _shape(run, label), more=extra)
-    for label, row in (("by bytes alone", 2), ("with its own exchange", 3)):
+    for label, row, more in (
+        ("off its further bytes at copy speed", 2, of_bytes),
+        ("off the experts' time grown as their bytes", 3, of_time),
+        ("off the same, with its own exchange", 4, {}),
+    ):
         base = median(rows[row][1])
         off = [100 * abs(ms / base - 1) for ms in measured]
         yield case_of(
@@ -181,6 +194,7 @@ def _ranks(run: StepsRun) -> Iterator[Case]:
             "lower",
             _shape(run, f"one rank, {label}"),
             target=BYTES_OFF if run.device and row == 2 else None,
+            more=more,
         )
 
 
@@ -189,8 +203,15 @@ def _only(run: StepsRun, group: str) -> tuple[str, Answers]:
     return name, answers
 
 
+def _copy_speed(run: StepsRun) -> float:
+    """Bytes per second, read and written."""
+    copies = run.answers["copy"][""]
+    return median([rate for answer in copies for rate in answer["bytes_per_s"]])
+
+
 def _bytes(answers: Answers) -> float:
-    return mean(nbytes for answer in answers for nbytes in answer["experts_bytes"]) or 1.0
+    """Of the experts that got rows, mean over ranks and turns."""
+    return mean(nbytes for answer in answers for nbytes in answer["experts_bytes"])
 
 
 def _part(answers: Answers, part: str) -> float:

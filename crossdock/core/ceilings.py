@@ -49,6 +49,16 @@ def ceilings_of(hardware: str, dtype: str) -> Ceilings:
         ) from None
 
 
+def shipped_ceilings(device_name: str, dtype: str) -> Ceilings | None:
+    """Of a GPU by what the driver calls it; None for one that is not shipped, or whose description
+    does not know the dtype: nobody asked for either."""
+    kind = hardware_of(device_name)
+    path = None if kind is None else find_recipe("hardware", kind)
+    if path is None or dtype not in read_toml(path)["matmul_tflop_per_s"]:
+        return None
+    return ceilings_of(str(path), dtype)
+
+
 def hardware_of(device_name: str) -> str | None:
     """The shipped kind of a GPU by what the driver calls it, such as "NVIDIA H200"; None for one
     that is not shipped."""

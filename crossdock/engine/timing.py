@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from crossdock.core import EngineConfig, ModelSpec
-from crossdock.core.ceilings import FP8, ceilings_of, hardware_of
+from crossdock.core.ceilings import FP8, Ceilings, ceilings_of, shipped_ceilings
 from crossdock.core.step_work import RankWork
 from crossdock.metrics import CudaClock, Recorder, StepTimer
 from crossdock.metrics.gpu_activity import watch_gpu
@@ -41,19 +41,21 @@ def timing_info(
     config: EngineConfig, recorder: Recorder, device: torch.device, dtype: str, fp8: bool
 ) -> dict[str, Any]:
     """For a rank's `info`: "ceilings" of `config.hardware`, or of the GPU by its name, None where
-    nobody knows them; of a GPU "gpu_activity", where that is from or why it is missing. Where it is
-    not, the recorder's snapshots have it from now on.
+    nobody knows them for this dtype; of a GPU "gpu_activity", where that is from or why it is
+    missing. Where it is not, the recorder's snapshots have it from now on.
 
     Raises:
         ConfigError: `config.hardware` is unknown, or knows no such dtype.
     """
-    kind, said = config.hardware, {}
+    products, said = FP8 if fp8 else dtype, {}
+    found: Ceilings | None = None
+    if config.hardware is not None:
+        found = ceilings_of(config.hardware, products)
+    elif device.type == "cuda":
+        found = shipped_ceilings(torch.cuda.get_device_name(device), products)
     if device.type == "cuda":
-        if kind is None:
-            kind = hardware_of(torch.cuda.get_device_name(device))
         activity, why = watch_gpu(str(torch.cuda.get_device_properties(device).uuid))
         if activity is not None:
             recorder.source("gpu_activity", activity.read)
         said["gpu_activity"] = why
-    found = None if kind is None else asdict(ceilings_of(kind, FP8 if fp8 else dtype))
-    return {"ceilings": found, **said}
+    return {"ceilings": None if found is None else asdict(found), **said}

@@ -119,12 +119,21 @@ def test_cases(run):
     assert mbu["median"] == 0.8 and mbu["reached"] is False
     layer = found["layer_time", "128 decodes at 4,096: moe layer"]
     assert layer["median"] == 4.0 and layer["parts_ms"] == {"experts": 3.0, "other": 1.0}
-    # 10 ms, and the experts' 4 once more.
-    wanted = found["ranks_step", "one rank, expected from 2 ranks by the experts' bytes"]
-    assert wanted["median"] == 14.0 and wanted["experts_bytes_grow"] == 2.0
+    # 10 ms, and 8 GB more at 4 TB/s.
+    label = "one rank, expected: 2 ranks and its further bytes at copy speed"
+    wanted = found["ranks_step", label]
+    assert wanted["median"] == 12.0 and wanted["copy_gbytes_per_s"] == 4000
+    assert (wanted["experts_bytes"], wanted["experts_bytes_alone"]) == (8e9, 16e9)
+    off = found["one_rank_off_expected", "one rank, off its further bytes at copy speed"]
+    assert off["median"] == pytest.approx(100 * 0.5 / 12) and off["reached"] is True
+    assert off["copy_gbytes_per_s"] == 4000
+    # The experts' 4 ms once more, which nothing is held against.
+    grown = found["ranks_step", "one rank, 2 ranks with the experts' time grown as their bytes"]
+    assert grown["median"] == 14.0 and grown["experts_bytes_grow"] == 2.0
     assert found["ranks_step", "the same, with one rank's exchange"]["median"] == 14.0 - 0.7
-    off = found["one_rank_off_expected", "one rank, by bytes alone"]
-    assert off["median"] == pytest.approx(100 * 1.5 / 14) and off["reached"] is False
+    label = "one rank, off the experts' time grown as their bytes"
+    off = found["one_rank_off_expected", label]
+    assert off["median"] == pytest.approx(100 * 1.5 / 14) and off["target"] is None
     assert found["step_peak_memory", "8,192 tokens of prompts: tbo"]["median"] == 12.0
     # 140 GiB * 0.85 less the 30 held, and 4,096 tokens of cache; a MiB for a token.
     cache = 40 * 1024 * 4096 / (1 << 20)

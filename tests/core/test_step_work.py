@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.core import MLASpec, Plan, Request, SamplingParams, Scheduled, load_spec
-from crossdock.core.ceilings import ceilings_of, hardware_of
+from crossdock.core.ceilings import ceilings_of, hardware_of, shipped_ceilings
 from crossdock.core.errors import ConfigError
 from crossdock.core.step_work import RankWork
 
@@ -82,6 +82,14 @@ def test_ceilings_are_those_of_the_recipe_or_a_measured_file(tmp_path):
         ceilings_of(str(measured), "bfloat16")
     with pytest.raises(ConfigError, match="h200"):
         ceilings_of("h2000", "bfloat16")
+
+
+def test_a_dtype_that_a_gpus_description_lacks_is_refused_only_where_it_was_asked_for():
+    assert shipped_ceilings("NVIDIA H200", "bfloat16") == ceilings_of("h200", "bfloat16")
+    assert shipped_ceilings("NVIDIA H200", "float32") is None
+    assert shipped_ceilings("NVIDIA GeForce RTX 4090", "bfloat16") is None
+    with pytest.raises(ConfigError, match="float32"):
+        ceilings_of("h200", "float32")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from crossdock.comm import build_world
-from crossdock.core import EngineConfig, Request, SamplingParams, load_spec
-from crossdock.engine import Engine, build_engine
-from crossdock.metrics import StepTimer
+from crossdock.core import ConfigError, EngineConfig, Request, SamplingParams, load_spec
+from crossdock.engine import Engine, build_engine, timing
+from crossdock.metrics import Recorder, StepTimer
 
 STORYTELLER = Path(__file__).parents[2] / "checkpoints" / "storyteller"
 HARDWARE = """memory_gbytes_per_s = 10.0
@@ -81,3 +82,23 @@ def test_a_rank_knows_its_ceilings_and_no_part_of_a_gpu(engine):
     assert "host_gap" not in seconds
     inside = sum(v for part, v in seconds.items() if part not in ("step", "wait", "counts"))
     assert inside <= seconds["step"]
+
+
+def test_a_known_gpu_starts_in_any_dtype(monkeypatch):
+    """Though what it reaches is not known in float32."""
+    name, watched = "NVIDIA H200", (None, "no such card")
+    monkeypatch.setattr(timing.torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(
+        timing.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="u")
+    )
+    monkeypatch.setattr(timing, "watch_gpu", lambda uuid: watched)
+    config, cuda = EngineConfig("m"), torch.device("cuda")
+    known, unknown = (
+        timing.timing_info(config, Recorder(), cuda, dtype, False)
+        for dtype in ("bfloat16", "float32")
+    )
+    assert known["ceilings"]["source"] == "h200.toml"
+    assert unknown == {"ceilings": None, "gpu_activity": "no such card"}
+    asked = EngineConfig("m", hardware="h200")
+    with pytest.raises(ConfigError, match="float32"):
+        timing.timing_info(asked, Recorder(), cuda, "float32", False)
