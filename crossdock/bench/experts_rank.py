@@ -15,7 +15,8 @@ from crossdock.bench.stats import percentile
 from crossdock.comm import World
 from crossdock.core import CrossdockError
 from crossdock.kernels.grouped_gemm import ALIGN, Segments, grouped_gemm_bf16, segments_of
-from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, masked_gemm_bf16, masked_gemm_fp8
+from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, masked_gemm_fp8
+from crossdock.kernels.masked_gemm_bf16 import masked_gemm_bf16
 from crossdock.kernels.quant import (
     dequantise_rows,
     dequantise_weights,

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from crossdock.core import Masked
 from crossdock.kernels.grouped_gemm import grouped_gemm_bf16
-from crossdock.kernels.grouped_gemm_fp8 import masked_gemm_bf16
 from crossdock.kernels.grouped_gemm_gather import gather_rows
-from crossdock.kernels.swiglu import swiglu_masked, swiglu_rows
+from crossdock.kernels.masked_gemm_bf16 import masked_gated_bf16, masked_gemm_bf16
+from crossdock.kernels.swiglu import swiglu_rows
 from crossdock.moe.context import MoEWeights
 from crossdock.moe.experts.device import Wave
 
@@ -29,6 +29,5 @@ class Bf16Products:
     def masked(self, rows: Masked) -> Tensor:
         counts_S, expected = rows.counts_S, rows.expected_rows
         assert rows.x_SCH.dtype == torch.bfloat16
-        h_SC2F = masked_gemm_bf16(rows.x_SCH, self._gate_up_SFH, counts_S, expected)
-        a_SCF = swiglu_masked(h_SC2F, counts_S, expected)
+        a_SCF = masked_gated_bf16(rows.x_SCH, self._gate_up_SFH, counts_S, expected)
         return masked_gemm_bf16(a_SCF, self._down_SHF, counts_S, expected)
