@@ -14,8 +14,9 @@ from crossdock.bench.rank_world import join
 from crossdock.bench.stats import percentile
 from crossdock.comm import World
 from crossdock.core import CrossdockError
-from crossdock.kernels.grouped_gemm import ALIGN, Segments, grouped_gemm_bf16, segments_of
-from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, masked_gemm_fp8
+from crossdock.kernels.grouped_gemm import ALIGN, Segments, segments_of
+from crossdock.kernels.grouped_gemm_bf16 import grouped_bf16, grouped_torch
+from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, is_hopper, masked_gemm_fp8
 from crossdock.kernels.masked_gemm_bf16 import masked_gemm_bf16
 from crossdock.kernels.quant import (
     dequantise_rows,
@@ -99,10 +100,12 @@ def _grouped(weights: Weights, rows: int) -> dict[str, tuple[Product, Check]]:
             fp8,
         ),
         "BF16, torch._grouped_mm": (
-            lambda: grouped_gemm_bf16(x_NI, weights.w_SOI, segments),
+            lambda: grouped_torch(x_NI, weights.w_SOI, segments),
             bf16,
         ),
     }
+    if is_hopper(x_NI):
+        products["BF16, own kernel"] = lambda: grouped_bf16(x_NI, weights.w_SOI, segments), bf16
     if _has_deep_gemm(device):
         products |= _deep_grouped(q_NI, scale_NB, weights, segments, fp8)
     return products

@@ -31,6 +31,7 @@ _BY_PREFIX = (
 )
 _PRODUCTS = (
     "hopper_kernel",
+    "hopper_bf16_kernel",
     "grouped_kernel",
     "masked_kernel",
     "masked_bf16_kernel",

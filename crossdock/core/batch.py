@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from crossdock.core.request import Request
@@ -94,3 +95,22 @@ class GraphSize(NamedTuple):
     prompts: bool
     rows: int
     halves: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedStep:
+    """What the host knows of a step before it is replayed, for attention that lays out its work
+    there. The sequences as in `ForwardBatch`: query_lens_B, kv_lens_B, int64, decodes first.
+
+    sequences, tokens: the most of any captured step; pages: of a sequence. Where there are prompts,
+    their entries follow those of `sequences` decodes.
+    """
+
+    size: GraphSize
+    num_decodes: int
+    query_lens_B: "np.ndarray"
+    kv_lens_B: "np.ndarray"
+    sequences: int
+    tokens: int
+    pages: int
+    page_size: int

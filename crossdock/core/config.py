@@ -31,8 +31,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto: float32 on the CPU, the checkpoint's own on a GPU."""
     transport: Literal["auto", "local", "collective", "shm", "nvlink"] = "auto"
-    attention: Literal["auto", "torch", "triton"] = "auto"
-    """auto: Triton kernels on CUDA in 16 bits, else torch."""
+    attention: Literal["auto", "torch", "triton", "flashinfer"] = "auto"
+    """auto: on CUDA in 16 bits FlashInfer's kernels where it is installed and has some for the
+    model, beside our Triton kernels; Triton's alone where not; else torch."""
     max_dispatch_tokens: int = 8192
     """Tokens of a rank that travel to experts at once; steps with more send them in pieces. Halves
     of 8,192 took 9% longer on two H200, and half the buffers."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from crossdock.core.batch import ForwardBatch
+    from crossdock.core.batch import CapturedStep, ForwardBatch
     from crossdock.core.topology import Placement, Routing
 
 Ticket = Any
@@ -179,4 +179,8 @@ class Model(Protocol):
 
     def logits(self, hidden_BH: "Tensor", out_BV: "Tensor | None" = None) -> "Tensor":
         """float32 [B, vocab], in `out_BV` where that is given."""
+        ...
+
+    def lay_out(self, step: "CapturedStep") -> None:
+        """What attention wants to know on the host of a step that is captured or replayed next."""
         ...

@@ -223,6 +223,7 @@ def _build_context(
         fp8_experts=config.fp8_experts,
         fp8=fp8,
         attention=config.attention,
+        fp8_cache=config.kv_cache_dtype == "fp8",
         routing=config.routing,
         apart=build_apart(config.transport, transport, world.device, recorder),
         router=_router_options(config, spec, world, recorder, transport),

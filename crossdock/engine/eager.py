@@ -4,6 +4,8 @@ import torch
 
 from crossdock.core import EngineConfig
 
+_CAPTURED = ("triton", "flashinfer")
+
 
 def why_eager(
     config: EngineConfig, device: torch.device, on_device: bool, attention: str
@@ -18,7 +20,7 @@ def why_eager(
         f"{device.type} has no graphs": device.type != "cuda",
         "as asked (enforce_eager)": config.enforce_eager,
         f"transport {config.transport} asks the host in every layer": not on_device,
-        f"attention {attention} asks the host for lengths": attention != "triton",
+        f"attention {attention} asks the host for lengths": attention not in _CAPTURED,
         "expert_capacity counts a step's tokens on the host": config.expert_capacity is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

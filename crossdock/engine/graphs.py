@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crossdock.core import KV, ForwardBatch, Model, OverlapMode, Plan
-from crossdock.core.batch import GraphSize
+from crossdock.core.batch import CapturedStep, GraphSize
 from crossdock.engine.batch import Drawn, HostBatch, lay_out
 from crossdock.engine.drive import drive, drive_both
 from crossdock.engine.overlap import even_cut, halve
@@ -88,7 +88,7 @@ class StepGraphs:
         sequences = min(max_num_seqs, max_num_batched_tokens)
         self.decode_sizes = decode_sizes(sequences)
         self.prompt_sizes = prompt_sizes(sequences, max_num_batched_tokens)
-        pages = -(-max_model_len // kv.page_size)
+        self.pages = pages = -(-max_model_len // kv.page_size)
         self.decodes = DecodeInputs.empty(sequences, pages, device)
         self.prompts = PromptInputs(sequences, max_num_batched_tokens, pages, device)
         most = half_rows(max_num_batched_tokens)
@@ -183,6 +183,8 @@ class StepGraphs:
             self._load_halves(plan, size, drawn)
             return
         host = self._lay_out(plan, drawn)
+        if overlap != "tbo":
+            self.model.lay_out(self._captured(plan, size, host))
         if size.prompts:
             self.prompts.load(host, plan.num_decodes, size.rows, drawn)
             return
@@ -208,6 +210,18 @@ class StepGraphs:
         pick_B = np.zeros(B, dtype=np.int64)
         pick_B[: sum(map(len, picked))] = np.concatenate(picked)
         self.pick_B.copy_(to_device([pick_B], self.device)[0])
+
+    def _captured(self, plan: Plan, size: GraphSize, host: HostBatch) -> CapturedStep:
+        return CapturedStep(
+            size,
+            plan.num_decodes,
+            host.query_lens_B,
+            host.kv_lens_B,
+            self.prompts.sequences,
+            self.prompt_sizes[-1],
+            self.pages,
+            self.kv.page_size,
+        )
 
     def _lay_out(self, plan: Plan, drawn: Drawn | None) -> HostBatch:
         return lay_out(plan, self.kv.page_size, None if drawn is None else drawn.rows)

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their slots: layouts, BF16 runner, and torch twins.
+"""Products of rows with the weights of their slots: layouts and torch twins.
 
 *grouped*: rows sorted by slot, each slot's segment starting at a multiple of 128; *masked*:
 [S, C, I] of which slot s uses the first counts_S[s] rows. Example with three slots of 2, 0 and
@@ -37,11 +37,6 @@ def segments_of(counts_S: Tensor, rows: int) -> Segments:
     starts_M = torch.arange(0, rows, ALIGN, dtype=torch.int32, device=counts_S.device)
     tile_slots_M = torch.searchsorted(offsets_S1[1:], starts_M, right=True, out_int32=True)
     return Segments(offsets_S1, tile_slots_M)
-
-
-def grouped_gemm_bf16(x_NI: Tensor, w_SOI: Tensor, segments: Segments) -> Tensor:
-    """BF16 [N, O] through torch._grouped_mm; rows beyond the rows in use are undefined."""
-    return torch._grouped_mm(x_NI, w_SOI.transpose(1, 2), offs=segments.offsets_S1[1:])
 
 
 def grouped_gemm_twin(x_NI: Tensor, w_SOI: Tensor, segments: Segments) -> Tensor:

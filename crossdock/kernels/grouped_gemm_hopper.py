@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _locate(tile, slot, base, tiles_o, p, MASKED: gl.constexpr, GROUP_M: gl.constexpr):
+def locate(tile, slot, base, tiles_o, p, MASKED: gl.constexpr, GROUP_M: gl.constexpr):
     """(slot, base, row tile, column tile) of a tile; slot = number of slots past the last one.
 
     Masked: slot and base (first tile of the slot) move on from those of the previous tile.
@@ -54,7 +54,7 @@ def _producer(
     tiles_o = gl.cdiv(out_width, 256)
     step = 0
     tile = gl.program_id(0)
-    slot, base, tile_m, tile_o = _locate(
+    slot, base, tile_m, tile_o = locate(
         tile, gl.to_tensor(0), gl.to_tensor(0), tiles_o, p, MASKED, GROUP_M
     )
     while slot < p[2]:
@@ -75,7 +75,7 @@ def _producer(
             )
             step += 1
         tile += gl.num_programs(0)
-        slot, base, tile_m, tile_o = _locate(tile, slot, base, tiles_o, p, MASKED, GROUP_M)
+        slot, base, tile_m, tile_o = locate(tile, slot, base, tiles_o, p, MASKED, GROUP_M)
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def _consumer(
     blocks = width // 128
     step = 0
     tile = gl.program_id(0)
-    slot, base, tile_m, tile_o = _locate(
+    slot, base, tile_m, tile_o = locate(
         tile, gl.to_tensor(0), gl.to_tensor(0), tiles_o, p, MASKED, GROUP_M
     )
     zero = gl.zeros([64, 128], gl.float32, mma)
@@ -150,7 +150,7 @@ def _consumer(
         _store_half(acc_lo, out_ptr, first_row, rows_left, col, out_width)
         _store_half(acc_hi, out_ptr, first_row + 64, rows_left - 64, col, out_width)
         tile += gl.num_programs(0)
-        slot, base, tile_m, tile_o = _locate(tile, slot, base, tiles_o, p, MASKED, GROUP_M)
+        slot, base, tile_m, tile_o = locate(tile, slot, base, tiles_o, p, MASKED, GROUP_M)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from crossdock.core import (
     shard_attention,
     share_of,
 )
+from crossdock.core.batch import CapturedStep
 from crossdock.core.staging import padded
 from crossdock.layers import (
     Attention,
@@ -34,9 +35,16 @@ from crossdock.layers import (
     choose_attention,
     choose_products,
 )
-from crossdock.layers.attention import Planner
+from crossdock.layers.attention import AttentionCase, LaysOut, Planner
 from crossdock.metrics import Recorder
-from crossdock.models.weights import LoadAttention, Loader, WeightSource, load_experts, load_mlp
+from crossdock.models.weights import (
+    LoadAttention,
+    Loader,
+    WeightSource,
+    load_experts,
+    load_mlp,
+    score_scale,
+)
 from crossdock.moe import MoEContext, RouterOptions, build_moe_layer
 from crossdock.moe.padded import PaddedMoELayer, padded_shared
 
@@ -64,6 +72,7 @@ class ModelContext:
     routing: str = "real"
     router: RouterOptions = field(default_factory=RouterOptions)
     attention: AttentionName = "torch"
+    fp8_cache: bool = False
     apart: Transport | None = None
     """What is used where work is put between begin and end; None: `transport`."""
     group: Group = field(default_factory=SoloGroup)
@@ -163,6 +172,10 @@ class Decoder:
                     y_tH = layer.mlp(group.all_gather(h_tH, T))
         return group.all_gather(_add_norm(self.norm, y_tH, x_tH)[0], T) if T else x_tH
 
+    def lay_out(self, step: CapturedStep) -> None:
+        if isinstance(self.planner, LaysOut):
+            self.planner.lay_out(step)
+
     def logits(self, hidden_BH: Tensor, out_BV: Tensor | None = None) -> Tensor:
         head_VH = self.head_VH
         if head_VH.is_cuda and head_VH.dtype == torch.bfloat16 and not self.products.invariant:
@@ -182,8 +195,13 @@ def build_decoder(
     spec: ModelSpec, family: Family, source: WeightSource, context: ModelContext
 ) -> Decoder:
     products = choose_products(context.invariant, context.device, context.dtype, context.fp8)
+    heads = shard_attention(spec.attention, context.group.size)
     attention = choose_attention(
-        context.attention, context.device, context.dtype, context.invariant
+        context.attention,
+        context.device,
+        context.dtype,
+        context.invariant,
+        AttentionCase(heads, score_scale(spec), context.fp8_cache),
     )
     load = Loader(
         spec, source, products, context.group, context.dtype, context.device, attention,
@@ -215,7 +233,7 @@ def build_decoder(
         norm=load.norm("model.norm"),
         head_VH=products.pack(embedding_VH if tied else load.get("lm_head.weight", (V, H))),
         attention=attention,
-        planner=attention.planner(shard_attention(spec.attention, context.group.size), rope),
+        planner=attention.planner(heads, rope),
         products=products,
         recorder=context.recorder,
         board=context.board,

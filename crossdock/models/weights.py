@@ -198,9 +198,16 @@ def load_mla(load: Loader, prefix: str, latent_eps: float) -> Attention:
         a_bias=bias,
         out_bias=load.once(f"{prefix}.o_proj.bias", (H,)) if s.bias else None,
     )
-    scale = softmax_scale(head, load.spec.rope)
-    own = shard_attention(s, load.group.size)
+    own, scale = shard_attention(s, load.group.size), score_scale(load.spec)
     return load.attention.mla(own, weights, latent_eps, scale, load.products, load.group)
+
+
+def score_scale(spec: ModelSpec) -> float:
+    """What attention multiplies scores with."""
+    s = spec.attention
+    if isinstance(s, MLASpec):
+        return softmax_scale(s.qk_nope_head_dim + s.qk_rope_head_dim, spec.rope)
+    return s.head_dim**-0.5
 
 
 def _rotated_last(spec: ModelSpec, heads: int, width: int) -> Tensor:

@@ -32,11 +32,20 @@ SETTINGS = {
             },
             id="quota",
         ),
+        pytest.param(
+            {"model": "qwen3-30b-a3b", "layers": 2, "attention": "flashinfer"}, id="flashinfer"
+        ),
+        pytest.param(
+            {"model": "deepseek-v2-lite", "layers": 3, "attention": "flashinfer"},
+            id="flashinfer-mla",
+        ),
     ],
 )
 def test_replayed_steps_give_the_logits_of_eager_ones(tmp_path, model, ranks, tp):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
+    if model.get("attention") == "flashinfer":
+        pytest.importorskip("flashinfer", reason="needs FlashInfer")
     job = {
         "ranks": ranks,
         "store": str(tmp_path / "store"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from crossdock.core import ForwardBatch, Plan, Request, SamplingParams, Scheduled
+from crossdock.core.batch import CapturedStep
 from crossdock.engine.batch import Drawn
 from crossdock.engine.graphs import StepGraphs
 from crossdock.engine.overlap import even_cut
@@ -21,6 +22,9 @@ CPU, PAGE = torch.device("cpu"), 16
 class Echo:
     """Hidden states are token, position and slot of each row; -1 beyond the rows in use."""
 
+    def lay_out(self, step: CapturedStep) -> None:
+        self.laid_out = step
+
     def forward(self, batch: ForwardBatch, kv):
         rows = torch.stack((batch.tokens_T, batch.positions_T, batch.kv_slots_T), 1)
         assert batch.rows_1 is not None and batch.most_tokens == batch.num_tokens
@@ -31,7 +35,21 @@ class Echo:
         if batch.prefill_starts_B1 is not None:
             assert int(batch.prefill_starts_B1[-1]) == int(batch.rows_1)
             assert int(batch.kv_lens_B[batch.num_decodes :].sum()) <= batch.prefill_keys
+        if batch.overlap != "tbo":
+            self.check_lengths(batch)
         return torch.where(used, rows, -1)
+
+    def check_lengths(self, batch: ForwardBatch) -> None:
+        """The host was told what the device reads."""
+        step, lens = self.laid_out, batch.kv_lens_B.tolist()
+        n, prompts = step.num_decodes, len(step.kv_lens_B) - step.num_decodes
+        want = step.kv_lens_B.tolist()
+        assert lens[:n] == want[:n] and not any(lens[n : batch.num_decodes])
+        assert (step.sequences, step.tokens, step.pages) == (8, 1024, 2048 // PAGE)
+        if batch.prefill_starts_B1 is not None:
+            assert lens[batch.num_decodes :][:prompts] == want[n:]
+            starts = batch.prefill_starts_B1.diff().tolist()
+            assert starts[:prompts] == step.query_lens_B[n:].tolist() and not any(starts[prompts:])
 
     def logits(self, hidden_BH, out_BV):
         return out_BV.copy_(hidden_BH.float())

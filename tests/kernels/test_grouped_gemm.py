@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import grouped_gemm as layouts
+from crossdock.kernels import grouped_gemm_bf16 as bf16
 from crossdock.kernels import grouped_gemm_fp8 as gemm
 from crossdock.kernels import grouped_gemm_tiles as tiles
 from crossdock.kernels import quant
 from crossdock.kernels.grouped_gemm_gather import gather_rows, gather_rows_twin
 from crossdock.kernels.rounding import quantise_blocks_torch
+from crossdock.kernels.swiglu import swiglu_twin
 
 SMALL = tiles.Tile(bm=64, bo=64, bk=128, warps=4, stages=2)
 SWAP = tiles.Tile(bm=16, bo=64, bk=128, warps=4, stages=2, swap=True)
@@ -120,8 +122,26 @@ def test_grouped_bf16(device: torch.device) -> None:
     x = torch.randn(384, 64, device=device).bfloat16()
     w = torch.randn(3, 48, 64, device=device).bfloat16()
     segments = layouts.segments_of(torch.tensor([2, 0, 130], dtype=torch.int32, device=device), 384)
-    got = layouts.grouped_gemm_bf16(x, w, segments)
-    assert error(got, layouts.grouped_gemm_twin(x.float(), w.float(), segments)) < 4e-3
+    want = layouts.grouped_gemm_twin(x.float(), w.float(), segments)
+    assert error(bf16.grouped_bf16(x, w, segments), want) < 4e-3
+    assert error(bf16.grouped_gated_bf16(x, w, segments), swiglu_twin(want)) < 6e-3
+
+
+def test_bf16_rows_and_weights_that_do_not_fit_are_named(device: torch.device) -> None:
+    x = torch.randn(128, 64, device=device).bfloat16()
+    w = torch.randn(1, 48, 64, device=device).bfloat16()
+    segments = layouts.segments_of(torch.tensor([128], dtype=torch.int32, device=device), 128)
+    for rows, weights_, message in (
+        (x.float(), w, "expected BF16 .* got torch.float32"),
+        (x[:, :32].contiguous(), w, r"rows of 32 for 1 slots and weights \(1, 48, 64\)"),
+        (x, w[:, :4].contiguous(), "outputs a multiple of 8"),
+        (x, w.expand(2, -1, -1), r"for 1 slots and weights \(2, 48, 64\)"),
+        (x.repeat(2, 1), w, "256 rows need a multiple of 128 and as many tile slots; got 1"),
+        (x, w.transpose(1, 2).contiguous().transpose(1, 2), "contiguous"),
+    ):
+        for product in (bf16.grouped_bf16, bf16.grouped_gated_bf16):
+            with pytest.raises(ValueError, match=message):
+                product(rows, weights_, segments)
 
 
 def test_a_table_covers_every_number_of_rows() -> None:

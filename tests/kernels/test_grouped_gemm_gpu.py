@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import grouped_gemm as layouts
+from crossdock.kernels import grouped_gemm_bf16 as bf16
 from crossdock.kernels import grouped_gemm_fp8 as gemm
 from crossdock.kernels import grouped_gemm_tiles as tiles
 from crossdock.kernels import quant
+from crossdock.kernels.swiglu import swiglu_twin
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +60,36 @@ def test_grouped_fp8(
         quant.dequantise_rows(x, x_scale), quant.dequantise_weights(w, w_scale), segments
     )
     assert worst_row(got[:end], want[:end]) < 6e-3
+
+
+@pytest.mark.parametrize("width,out", [(2048, 1536), (768, 2048), (64, 136), (2048, 1408)])
+@pytest.mark.parametrize("counts", [[128, 1, 0, 700, 0], [0, 0, 0, 0, 1300], [0, 0, 0, 0, 0]])
+def test_grouped_bf16(counts: list[int], width: int, out: int) -> None:
+    """Gated too: widths of half the outputs that are no multiple of a tile's."""
+    x = torch.randn(2048, width, device=CUDA).bfloat16()
+    w = torch.randn(5, out, width, device=CUDA).div_(width**0.5).bfloat16()
+    segments = layouts.segments_of(torch.tensor(counts, dtype=torch.int32, device=CUDA), 2048)
+    end = int(segments.offsets_S1[-1])
+    want = layouts.grouped_gemm_twin(x.float(), w.float(), segments)
+    poison()
+    got = bf16.grouped_bf16(x, w, segments)
+    assert got.shape == (2048, out) and worst_row(got[:end], want[:end]) < 6e-3
+    if out % 16:
+        return
+    poison()
+    got = bf16.grouped_gated_bf16(x, w, segments)
+    assert got.shape == (2048, out // 2)
+    assert worst_row(got[:end], swiglu_twin(want[:end])) < 8e-3
+
+
+def test_grouped_bf16_writes_no_row_beyond_those_in_use() -> None:
+    x = torch.randn(1024, 256, device=CUDA).bfloat16()
+    w = torch.randn(3, 512, 256, device=CUDA).bfloat16()
+    segments = layouts.segments_of(torch.tensor([5, 0, 200], dtype=torch.int32, device=CUDA), 1024)
+    poison()
+    assert bf16.grouped_bf16(x, w, segments)[384:].isnan().all()
+    poison()
+    assert bf16.grouped_gated_bf16(x, w, segments)[384:].isnan().all()
 
 
 @pytest.mark.parametrize("tile", GROUPED, ids=["default", "portable"])

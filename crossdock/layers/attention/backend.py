@@ -2,19 +2,33 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 from crossdock.core import ConfigError, ForwardBatch, GQASpec, MLASpec
+from crossdock.core.batch import CapturedStep
+from crossdock.layers.attention.flashinfer_library import (
+    AttentionCase,
+    load_flashinfer,
+    why_not_flashinfer,
+    why_rather_not,
+)
 from crossdock.layers.attention.gqa import GQAttention
 from crossdock.layers.attention.mla import MLAttention
 from crossdock.layers.attention.plan import AttentionPlanner
 from crossdock.layers.rope import Rope
 
-AttentionName = Literal["auto", "torch", "triton"]
+AttentionName = Literal["auto", "torch", "triton", "flashinfer"]
 Planner = Callable[[ForwardBatch, int], Any]
 """(batch, page size) to the plan that the layers of the same backend take."""
+
+
+@runtime_checkable
+class LaysOut(Protocol):
+    """A planner that wants to know, on the host, of a step that is captured or replayed next."""
+
+    def lay_out(self, step: CapturedStep) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -30,13 +44,17 @@ class AttentionBackend:
 
 
 def choose_attention(
-    name: AttentionName, device: torch.device, dtype: torch.dtype, invariant: bool
+    name: AttentionName,
+    device: torch.device,
+    dtype: torch.dtype,
+    invariant: bool,
+    case: AttentionCase | None = None,
 ) -> AttentionBackend:
-    """auto: "triton" on a GPU in 16 bits, "torch" elsewhere; in invariant mode "torch", or on a GPU
-    "invariant".
+    """auto: on a GPU in 16 bits "flashinfer" where it can serve `case` (None: it cannot), else
+    "triton"; "torch" elsewhere; in invariant mode "torch", or on a GPU "invariant".
 
     Raises:
-        ConfigError: "triton" where it cannot run.
+        ConfigError: "triton" or "flashinfer" where it cannot run.
     """
     reasons = {
         "invariant mode has one attention path, its own": invariant,
@@ -44,13 +62,23 @@ def choose_attention(
         f"its kernels are made for 16 bits, not {dtype}": dtype.itemsize != 2,
     }
     against = next((reason for reason, holds in reasons.items() if holds), None)
-    if name != "triton" and invariant and device.type == "cuda":
+    named = name in ("triton", "flashinfer")
+    if not named and invariant and device.type == "cuda":
         return invariant_attention(dtype)
     if name == "torch" or (name == "auto" and against):
         return _torch("as asked" if name == "torch" else str(against), device, dtype, invariant)
     if against:
-        raise ConfigError(f'attention "triton" cannot run: {against}; use "torch" or "auto"')
-    return triton_attention(device)
+        raise ConfigError(f'attention "{name}" cannot run: {against}; use "torch" or "auto"')
+    if name == "triton" or (name == "auto" and case is None):
+        return triton_attention(device)
+    assert case is not None
+    why_not = why_rather_not(case) if name == "auto" else None
+    why_not = why_not or why_not_flashinfer(case, device, dtype)
+    if why_not and name == "flashinfer":
+        raise ConfigError(f'attention "flashinfer" cannot run: {why_not}; use "triton" or "auto"')
+    if why_not:
+        return triton_attention(device, f"a GPU, 16 bits; FlashInfer: {why_not}")
+    return flashinfer_attention(load_flashinfer(), case, device, dtype)
 
 
 def _torch(
@@ -77,7 +105,7 @@ def invariant_attention(dtype: torch.dtype) -> AttentionBackend:
     return AttentionBackend("invariant", reason, GQAttention, MLAttention, planner)
 
 
-def triton_attention(device: torch.device) -> AttentionBackend:
+def triton_attention(device: torch.device, reason: str = "a GPU, 16 bits") -> AttentionBackend:
     """The kernels' backend wherever they can run, the interpreter included."""
     # These import triton, which ranks on CPUs do without.
     from crossdock.layers.attention.paged_gqa import PagedGQAttention
@@ -86,8 +114,28 @@ def triton_attention(device: torch.device) -> AttentionBackend:
 
     return AttentionBackend(
         "triton",
-        "a GPU, 16 bits",
+        reason,
         PagedGQAttention,
         PagedMLAttention,
         lambda spec, rope: PagedPlanner(spec, rope, device),
+    )
+
+
+def flashinfer_attention(
+    library: Any, case: AttentionCase, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    """FlashInfer's kernels for one kind of rows, Triton's for the others."""
+    from crossdock.layers.attention.flashinfer_layers import (  # imports triton
+        FlashInferGQAttention,
+        FlashInferMLAttention,
+    )
+    from crossdock.layers.attention.flashinfer_plan import FlashInferPlanner
+
+    kinds = ("decodes", "prompts") if isinstance(case.spec, MLASpec) else ("prompts", "decodes")
+    return AttentionBackend(
+        "flashinfer",
+        f"{library.__version__}, {kinds[0]} of whole steps; {kinds[1]} and halves on Triton's",
+        FlashInferGQAttention,
+        FlashInferMLAttention,
+        lambda spec, rope: FlashInferPlanner(library, case, rope, device, dtype),
     )

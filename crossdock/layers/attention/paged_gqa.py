@@ -7,7 +7,13 @@ from crossdock.kernels.attention_gqa import decode_gqa
 from crossdock.kernels.attention_prefill import prefill_gqa
 from crossdock.kernels.rope import gqa_norm_rope_write
 from crossdock.layers.attention.gqa import GQAWeights
-from crossdock.layers.attention.paged_plan import PagedPlan
+from crossdock.layers.attention.paged_plan import (
+    Decodes,
+    PagedDecode,
+    PagedPlan,
+    PagedPrefill,
+    Prompts,
+)
 from crossdock.layers.linear import Products
 
 
@@ -29,22 +35,41 @@ class PagedGQAttention:
             qkv_TC, self.norms, self.spec.qk_norm == "full", self.eps, self.spec.clip_qkv,
             plan.cos_PD, plan.sin_PD, plan.positions_T, plan.slots_T, cache,
         )  # fmt: skip
-        k, v, *rest = cache
-        scales = (rest[0], rest[1]) if rest else None
         decoded = prefilled = None
-        scale = self.scale
         if plan.decode is not None:
-            d = plan.decode
-            decoded = decode_gqa(
-                q_ThD[: d.count], k, v, d.table_BP, d.lens_B, d.split, scale, plan.page_size,
-                plan.window, scales,
-            )  # fmt: skip
+            decoded = self._decode(q_ThD[: plan.decode.count], cache, plan.decode, plan)
         if plan.prefill is not None:
-            p = plan.prefill
-            prefilled = prefill_gqa(
-                q_ThD[p.start :], k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale,
-                plan.page_size, plan.window, scales,
-            )  # fmt: skip
+            prefilled = self._prefill(q_ThD[plan.prefill.start :], cache, plan.prefill, plan)
         out_ThD = plan.join(decoded, prefilled)
         out_TH = self.products.matmul(out_ThD.flatten(1), self.w.out, self.w.out_bias)
         return self.group.reduce_scatter(out_TH)
+
+    def _decode(
+        self, q_BhD: Tensor, cache: tuple[Tensor, ...], d: Decodes, plan: PagedPlan
+    ) -> Tensor:
+        """[B, h, D]."""
+        assert isinstance(d, PagedDecode)
+        k, v, scales = _parts(cache)
+        return decode_gqa(
+            q_BhD, k, v, d.table_BP, d.lens_B, d.split, self.scale, plan.page_size,
+            plan.window, scales,
+        )  # fmt: skip
+
+    def _prefill(
+        self, q_ThD: Tensor, cache: tuple[Tensor, ...], p: Prompts, plan: PagedPlan
+    ) -> Tensor:
+        """[T, h, D]."""
+        assert isinstance(p, PagedPrefill)
+        k, v, scales = _parts(cache)
+        return prefill_gqa(
+            q_ThD, k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, self.scale,
+            plan.page_size, plan.window, scales,
+        )  # fmt: skip
+
+
+def _parts(
+    cache: tuple[Tensor, ...],
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """k, v and their scales."""
+    k, v, *scales = cache
+    return k, v, (scales[0], scales[1]) if scales else None

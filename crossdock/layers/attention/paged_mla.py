@@ -14,7 +14,13 @@ from crossdock.kernels.attention_prefill import prefill_mla
 from crossdock.kernels.rms_norm import rms_norm
 from crossdock.kernels.rope import mla_norm_rope_write
 from crossdock.layers.attention.mla import MLAWeights
-from crossdock.layers.attention.paged_plan import PagedDecode, PagedPlan, PagedPrefill
+from crossdock.layers.attention.paged_plan import (
+    Decodes,
+    PagedDecode,
+    PagedPlan,
+    PagedPrefill,
+    Prompts,
+)
 from crossdock.layers.linear import Products
 
 EXPANDED_BYTES = 1 << 30
@@ -64,23 +70,30 @@ class PagedMLAttention:
         return self.group.reduce_scatter(matmul(out_TV, self.w.out, self.w.out_bias))
 
     def _decode(
-        self, q_BhP: Tensor, q_BhR: Tensor, cache: tuple[Tensor, ...], d: PagedDecode, page: int
+        self, q_BhP: Tensor, q_BhR: Tensor, cache: tuple[Tensor, ...], d: Decodes, page: int
     ) -> Tensor:
         """[B, h * V]."""
         batch_matmul = self.products.batch_matmul
         q_BhL = batch_matmul(q_BhP.transpose(0, 1), self.up_k_hPL).transpose(0, 1)
-        scales = cache[1] if len(cache) > 1 else None
-        out_BhL = decode_mla(
-            q_BhL, q_BhR, cache[0], d.table_BP, d.lens_B, d.split, self.scale, page, scales
-        )
+        out_BhL = self._attend(q_BhL, q_BhR, cache, d, page)
         return batch_matmul(out_BhL.transpose(0, 1), self.up_v_hLV).transpose(0, 1).flatten(1)
 
+    def _attend(
+        self, q_BhL: Tensor, q_BhR: Tensor, cache: tuple[Tensor, ...], d: Decodes, page: int
+    ) -> Tensor:
+        """Weighted latents, [B, h, L]."""
+        assert isinstance(d, PagedDecode)
+        scales = cache[1] if len(cache) > 1 else None
+        return decode_mla(
+            q_BhL, q_BhR, cache[0], d.table_BP, d.lens_B, d.split, self.scale, page, scales
+        )
+
     def _prefill(
-        self, q_ThP: Tensor, q_ThR: Tensor, cache: tuple[Tensor, ...], p: PagedPrefill
+        self, q_ThP: Tensor, q_ThR: Tensor, cache: tuple[Tensor, ...], p: Prompts
     ) -> Tensor:
         """[T, h * V]."""
         s = self.spec
-        assert p.slots_N is not None and p.cu_k_B1 is not None
+        assert isinstance(p, PagedPrefill) and p.slots_N is not None and p.cu_k_B1 is not None
         rows_NC = cache[0].index_select(0, p.slots_N)
         if len(cache) > 1:
             rows_NC = _dequantised(rows_NC, cache[1][p.slots_N], s.kv_lora_rank, q_ThP.dtype)

@@ -16,22 +16,31 @@ from crossdock.layers.rope import Rope
 
 
 @dataclass(frozen=True, eq=False)
-class PagedDecode:
+class Decodes:
     """The first `count` rows, one per sequence. lens_B: int32 keys of each, 0 for an empty row."""
 
     count: int
-    table_BP: Tensor
     lens_B: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """The rows from `start` on."""
+
+    start: int
+
+
+@dataclass(frozen=True, eq=False)
+class PagedDecode(Decodes):
+    table_BP: Tensor
     split: Split
 
 
 @dataclass(frozen=True, eq=False)
-class PagedPrefill:
-    """The rows from `start` on. cu_q_B1: where sequences start among them. MLA expands the keys of
-    all sequences, one after another: cu_k_B1, and the slot of each, slots_N (beyond the last key
-    any slot)."""
+class PagedPrefill(Prompts):
+    """cu_q_B1: where sequences start among the rows. MLA expands the keys of all sequences, one
+    after another: cu_k_B1, and the slot of each, slots_N (beyond the last key any slot)."""
 
-    start: int
     table_BP: Tensor
     lens_B: Tensor
     cu_q_B1: Tensor
@@ -50,8 +59,8 @@ class PagedPlan:
     sin_PD: Tensor
     page_size: int
     window: int | None
-    decode: PagedDecode | None = None
-    prefill: PagedPrefill | None = None
+    decode: Decodes | None = None
+    prefill: Prompts | None = None
 
     def join(self, decoded: Tensor | None, prefilled: Tensor | None) -> Tensor:
         """What both kinds of rows came to, in the order of the rows."""
@@ -89,15 +98,16 @@ class PagedPlanner:
             self.rope.sin_PD,
             page_size,
             self.window,
-            self._decode(batch.page_table_BP[:n], batch.kv_lens_B[:n]) if n else None,
+            self._decode(batch, page_size) if n else None,
             None if batch.prefill_starts_B1 is None else self._prefill(batch, page_size),
         )
 
-    def _decode(self, table_BP: Tensor, lens_B: Tensor) -> PagedDecode:
-        split = split_keys(lens_B, self.slots, self.window)
-        return PagedDecode(lens_B.shape[0], table_BP, lens_B, split)
+    def _decode(self, batch: ForwardBatch, page_size: int) -> Decodes:
+        n = batch.num_decodes
+        table_BP, lens_B = batch.page_table_BP[:n], batch.kv_lens_B[:n]
+        return PagedDecode(n, lens_B, table_BP, split_keys(lens_B, self.slots, self.window))
 
-    def _prefill(self, batch: ForwardBatch, page_size: int) -> PagedPrefill:
+    def _prefill(self, batch: ForwardBatch, page_size: int) -> Prompts:
         n, cu_q = batch.num_decodes, batch.prefill_starts_B1
         assert cu_q is not None
         start = 0 if batch.rows_1 is not None else n

@@ -1,13 +1,12 @@
-"""Experts in BF16: `torch._grouped_mm` over segments, a Triton kernel over masked rows."""
+"""Experts in BF16."""
 
 import torch
 from torch import Tensor
 
 from crossdock.core import Masked
-from crossdock.kernels.grouped_gemm import grouped_gemm_bf16
+from crossdock.kernels.grouped_gemm_bf16 import grouped_bf16, grouped_gated_bf16
 from crossdock.kernels.grouped_gemm_gather import gather_rows
 from crossdock.kernels.masked_gemm_bf16 import masked_gated_bf16, masked_gemm_bf16
-from crossdock.kernels.swiglu import swiglu_rows
 from crossdock.moe.context import MoEWeights
 from crossdock.moe.experts.device import Wave
 
@@ -23,8 +22,8 @@ class Bf16Products:
 
     def grouped(self, wave: Wave) -> Tensor:
         x_WH, _ = gather_rows(wave.x_NH, None, wave.rows_W, wave.end)
-        h_W2F = grouped_gemm_bf16(x_WH, self._gate_up_SFH, wave.segments)
-        return grouped_gemm_bf16(swiglu_rows(h_W2F, wave.end), self._down_SHF, wave.segments)
+        a_WF = grouped_gated_bf16(x_WH, self._gate_up_SFH, wave.segments)
+        return grouped_bf16(a_WF, self._down_SHF, wave.segments)
 
     def masked(self, rows: Masked) -> Tensor:
         counts_S, expected = rows.counts_S, rows.expected_rows
