@@ -65,11 +65,13 @@ MASKED_FP8: tuple[tuple[int, Tile], ...] = (
 )
 # Few rows are bound by reading the weights, which the portable kernel does as fast.
 HOPPER_MASKED_FP8: tuple[tuple[int, Tile | HopperTile], ...] = (*_FEW_FP8, (128, HopperTile()))
+# Few rows: many slots may be without any, whose weights are not worth asking for.
 MASKED_GATED_BF16 = (
-    (16, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4)),
-    (32, MaskedTile(bm=32, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4)),
-    (64, MaskedTile(bm=64, bo=64, bk=64, warps=4, stages=4, more=128, more_stages=3)),
-    (128, MaskedTile(bm=128, bo=128, bk=64, warps=8, stages=4)),
+    (4, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4)),
+    (16, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (32, MaskedTile(bm=32, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (64, MaskedTile(bm=64, bo=64, bk=64, warps=4, stages=4, more=128, more_stages=3, ahead=256)),
+    (128, MaskedTile(bm=128, bo=128, bk=64, warps=8, stages=4, ahead=192)),
 )
 MASKED_BF16 = (
     (16, MaskedTile(bm=16, bo=128, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),

@@ -9,7 +9,9 @@ program and writes silu(gate) * up, so that neither goes through memory:
 
 On Hopper a product begins while the kernel before it ends (programmatic dependent launch). Weights
 hang on no kernel of a step, so its first programs then ask L2 for the beginning of theirs; all
-else, rows, counts and what they write, comes after the wait. Nothing in L2 can be outdated.
+else, rows, counts and what they write, comes after the wait. Nothing in L2 can be outdated. The
+gated product comes right after the dispatch that counts its rows: it also adds them to the totals
+of the slots, for which another kernel would come between the two.
 """
 
 import functools
@@ -33,14 +35,16 @@ _RESIDENT = 2
 @triton.jit
 def _read_ahead(
     w_ptr, counts_ptr, slot, o, out_width, width,
-    HALVES: tl.constexpr, BO: tl.constexpr, COLS: tl.constexpr,
+    GATED: tl.constexpr, BO: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The first COLS columns of a program's weights, into L2."""
-    # Counts may be yet to come: a hint alone, read past L1, which would keep what it was.
-    if tl.load(counts_ptr + slot, cache_modifier=".cg") > 0:
-        end = (slot + 1) * HALVES * out_width
-        for half in tl.static_range(HALVES):
-            row = (slot * HALVES + half) * out_width + o + tl.arange(0, BO)
+    # Of a gated product the counts are yet to come. Else a hint alone, past L1, which would keep
+    # what it was.
+    if GATED or tl.load(counts_ptr + slot, cache_modifier=".cg") > 0:
+        halves: tl.constexpr = 2 if GATED else 1
+        end = (slot + 1) * halves * out_width
+        for half in tl.static_range(halves):
+            row = (slot * halves + half) * out_width + o + tl.arange(0, BO)
             row = tl.minimum(row, end - 1).to(tl.int64)
             tl.inline_asm_elementwise(
                 "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
@@ -83,7 +87,7 @@ def _slot_rows(
 
 @triton.jit
 def masked_bf16_kernel(
-    x_desc, x_more_desc, w_desc, w_ptr, out_ptr, counts_ptr, capacity, out_width, early,
+    x_desc, x_more_desc, w_desc, w_ptr, out_ptr, counts_ptr, rows_ptr, capacity, out_width, early,
     width: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, MORE_STAGES: tl.constexpr,
     AHEAD: tl.constexpr, PDL: tl.constexpr,
@@ -91,16 +95,19 @@ def masked_bf16_kernel(
     """One program per (block of O, slot), down the slot's rows: none is launched for rows that
     a slot does not have, and the weights are read from memory once where BM covers the count. Slots
     with more rows take tiles of MORE rows (0: of BM as well). The first `early` programs ask for
-    AHEAD columns of their weights before they wait for the kernel before."""
+    AHEAD columns of their weights before they wait for the kernel before. The counts are added to
+    rows_ptr, unless that is None."""
     o = tl.program_id(0) * BO
     slot = tl.program_id(1)
     if PDL:
         if AHEAD and slot * tl.num_programs(0) + tl.program_id(0) < early:
-            _read_ahead(w_ptr, counts_ptr, slot, o, out_width, width, 2 if GATED else 1, BO, AHEAD)
+            _read_ahead(w_ptr, counts_ptr, slot, o, out_width, width, GATED, BO, AHEAD)
         gdc_wait()
         # After the wait: who starts then may take for ended whatever ended before this kernel.
         gdc_launch_dependents()
     count = tl.load(counts_ptr + slot, cache_modifier=".cg")
+    if rows_ptr is not None and o == 0:
+        tl.store(rows_ptr + slot, tl.load(rows_ptr + slot) + count)
     if MORE and count > BM:
         _slot_rows(
             x_more_desc, w_desc, out_ptr, slot, o, count, capacity, out_width, width,
@@ -126,7 +133,7 @@ def masked_gemm_bf16(
     of them. Raises: ValueError: dtypes or shapes other than these.
     """
     tile = tile or tiles.tile_for(tiles.MASKED_BF16, expected_rows)
-    return _launch(tile, x_SCI, w_SOI, counts_S, w_SOI.shape[1], False)
+    return _launch(tile, x_SCI, w_SOI, counts_S, w_SOI.shape[1], False, None)
 
 
 def masked_gated_bf16(
@@ -134,14 +141,16 @@ def masked_gated_bf16(
     w_S2FI: Tensor,
     counts_S: Tensor,
     expected_rows: int,
+    rows_S: Tensor | None = None,
     tile: tiles.MaskedTile | None = None,
 ) -> Tensor:
     """silu(gate) * up, BF16 [S, C, F], of a slot's F rows of gate and then F of up; else as
-    `masked_gemm_bf16`. Sums are fp32 until the product of both."""
+    `masked_gemm_bf16`. Sums are fp32 until the product of both. The counts are added to rows_S,
+    int64."""
     if w_S2FI.shape[1] % 2:
         raise ValueError(f"expected as many rows of gate as of up; got {w_S2FI.shape[1]} in all")
     tile = tile or tiles.tile_for(tiles.MASKED_GATED_BF16, expected_rows)
-    return _launch(tile, x_SCI, w_S2FI, counts_S, w_S2FI.shape[1] // 2, True)
+    return _launch(tile, x_SCI, w_S2FI, counts_S, w_S2FI.shape[1] // 2, True, rows_S)
 
 
 def _launch(
@@ -151,6 +160,7 @@ def _launch(
     counts_S: Tensor,
     out_width: int,
     gated: bool,
+    rows_S: Tensor | None,
 ) -> Tensor:
     _check(x_SCI, w_SOI, counts_S, tile.bk)
     slots, capacity, width = x_SCI.shape
@@ -164,7 +174,7 @@ def _launch(
         TensorDescriptor.from_tensor(x_NI, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(x_NI, [more, tile.bk]),
         TensorDescriptor.from_tensor(w_SOI.flatten(0, 1), [tile.bo, tile.bk]),
-        w_SOI, out_SCO, counts_S, capacity, out_width, early,
+        w_SOI, out_SCO, counts_S, rows_S, capacity, out_width, early,
         width=width, GATED=gated, BM=tile.bm, MORE=tile.more, BO=tile.bo, BK=tile.bk,
         STAGES=tile.stages, MORE_STAGES=tile.more_stages, AHEAD=min(tile.ahead, width), PDL=pdl,
         num_warps=tile.warps, **({"launch_pdl": True} if pdl else {}),

@@ -46,9 +46,12 @@ def test_product(device: torch.device, counts: list[int], tile: tiles.MaskedTile
 def test_gated_product(
     device: torch.device, counts: list[int], width: int, tile: tiles.MaskedTile
 ) -> None:
-    """Also where a tile's last columns are none of gate's."""
+    """Also where a tile's last columns are none of gate's. Rows are counted once."""
     x, w, counts_S, here = masked(counts, 128, 2 * width, device)
-    got = masked_gated_bf16(x, w, counts_S, 16, tile=tile)
+    rows_S = torch.randint(1 << 40, (len(counts),), device=device)
+    total_S = rows_S + counts_S
+    got = masked_gated_bf16(x, w, counts_S, 16, rows_S, tile=tile)
+    assert torch.equal(rows_S, total_S)
     want = swiglu_twin(masked_gemm_twin(x.float(), w.float(), counts_S))
     assert got.shape == want.shape
     assert error(got[here], want[here]) < 4e-3

@@ -69,12 +69,13 @@ def test_layers_replay_with_new_counts_rows_and_weights() -> None:
     slots, width = 64, 768
     x = torch.zeros(slots, CAPACITY, HIDDEN, device=CUDA, dtype=torch.bfloat16)
     counts_S = torch.zeros(slots, device=CUDA, dtype=torch.int32)
+    rows_S = torch.zeros(slots, device=CUDA, dtype=torch.int64)
     gate_up, down = weights(slots, 2 * width, HIDDEN), weights(slots, HIDDEN, width)
 
     def layers() -> Tensor:
         rows = x
         for _ in range(3):
-            gated = masked_gated_bf16(rows, gate_up, counts_S, 32)
+            gated = masked_gated_bf16(rows, gate_up, counts_S, 32, rows_S)
             rows = masked_gemm_bf16(gated, down, counts_S, 32)
         return rows
 
@@ -88,7 +89,9 @@ def test_layers_replay_with_new_counts_rows_and_weights() -> None:
         x.normal_()
         gate_up.copy_(weights(slots, 2 * width, HIDDEN))
         got.fill_(NAN)
+        rows_S.zero_()
         graph.replay()
+        assert torch.equal(rows_S, 3 * counts_S.long())
         here = torch.arange(CAPACITY, device=CUDA) < counts_S[:, None]
         want = x.float()
         for _ in range(3):
