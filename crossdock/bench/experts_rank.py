@@ -16,12 +16,8 @@ from crossdock.comm import World
 from crossdock.core import CrossdockError
 from crossdock.kernels.grouped_gemm import ALIGN, Segments, segments_of
 from crossdock.kernels.grouped_gemm_bf16 import grouped_bf16, grouped_torch
-from crossdock.kernels.grouped_gemm_fp8 import (
-    grouped_gemm_fp8,
-    is_hopper,
-    masked_gemm_bf16,
-    masked_gemm_fp8,
-)
+from crossdock.kernels.grouped_gemm_fp8 import grouped_gemm_fp8, is_hopper, masked_gemm_fp8
+from crossdock.kernels.masked_gemm_bf16 import masked_gemm_bf16
 from crossdock.kernels.quant import (
     dequantise_rows,
     dequantise_weights,

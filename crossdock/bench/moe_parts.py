@@ -27,10 +27,18 @@ _BY_PREFIX = (
     ("_swiglu", SWIGLU),
     ("_quantise", SWIGLU),
     ("_grouped_kernel", SWIGLU),
-    ("_masked_kernel", SWIGLU),
     ("_add_wave", COMBINE),
 )
-_PRODUCTS = ("hopper_kernel", "grouped_kernel", "masked_kernel", "gemm", "cutlass", "Gemm")
+_PRODUCTS = (
+    "hopper_kernel",
+    "hopper_bf16_kernel",
+    "grouped_kernel",
+    "masked_kernel",
+    "masked_bf16_kernel",
+    "gemm",
+    "cutlass",
+    "Gemm",
+)
 _NO_PRODUCTS = ("prepare", "transpose")
 _MOST_NAMES = 12
 

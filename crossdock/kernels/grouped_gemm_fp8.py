@@ -1,4 +1,4 @@
-"""Launchers: FP8 grouped and masked GEMM, BF16 masked. Layouts and twins are in `grouped_gemm`."""
+"""Launchers: FP8 grouped and masked GEMM. Layouts and twins are in `grouped_gemm`."""
 
 import functools
 
@@ -65,7 +65,7 @@ def grouped_gemm_fp8(
         _describe(x_NI, tile.bm, tile.bk) if rows_N is None else x_NI,
         x_scale_NB, rows_N, _describe(w_SOI.flatten(0, 1), tile.bo, tile.bk), w_scale_SAB, out_NO,
         segments.offsets_S1, segments.tile_slots_M, slots, out_width, *x_scale_NB.stride(),
-        width=width, SCALED=True, GATHER=rows_N is not None, BM=tile.bm, BO=tile.bo, BK=tile.bk,
+        width=width, GATHER=rows_N is not None, BM=tile.bm, BO=tile.bo, BK=tile.bk,
         GROUP_M=GROUP_M, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_NO
@@ -95,43 +95,23 @@ def masked_gemm_fp8(
     return _masked(tile, x_SCI, x_scale_SCB, w_SOI, w_scale_SAB, counts_S)
 
 
-def masked_gemm_bf16(
-    x_SCI: Tensor,
-    w_SOI: Tensor,
-    counts_S: Tensor,
-    expected_rows: int,
-    tile: tiles.Tile | None = None,
-) -> Tensor:
-    """As `masked_gemm_fp8` for BF16 rows and weights; I a multiple of 64."""
-    if x_SCI.dtype != torch.bfloat16 or w_SOI.dtype != torch.bfloat16:
-        raise ValueError(f"expected BF16 rows and weights; got {x_SCI.dtype} and {w_SOI.dtype}")
-    _check_shapes(x_SCI, w_SOI, 64)
-    tile = tile or tiles.tile_for(tiles.MASKED_BF16, expected_rows)
-    return _masked(tile, x_SCI, None, w_SOI, None, counts_S)
-
-
 def _masked(
     tile: tiles.Tile | tiles.HopperTile,
     x_SCI: Tensor,
-    x_scale_SCB: Tensor | None,
+    x_scale_SCB: Tensor,
     w_SOI: Tensor,
-    w_scale_SAB: Tensor | None,
+    w_scale_SAB: Tensor,
     counts_S: Tensor,
 ) -> Tensor:
     slots, capacity, width = x_SCI.shape
     out_width = w_SOI.shape[1]
-    if w_SOI.shape[0] != slots or counts_S.shape != (slots,) or counts_S.dtype != torch.int32:
-        raise ValueError(
-            f"masked layout of {slots} slots: got weights of {w_SOI.shape[0]} slots and "
-            f"counts {counts_S.dtype} {tuple(counts_S.shape)}, expected int32 ({slots},)"
-        )
+    check_counts(slots, w_SOI, counts_S)
     out_SCO = torch.empty((slots, capacity, out_width), dtype=torch.bfloat16, device=x_SCI.device)
     if out_SCO.numel() == 0:
         return out_SCO
     x_NI = x_SCI.view(slots * capacity, width)
-    x_scale_NB = None if x_scale_SCB is None else x_scale_SCB.view(slots * capacity, -1)
+    x_scale_NB = x_scale_SCB.view(slots * capacity, -1)
     if isinstance(tile, tiles.HopperTile):
-        assert x_scale_NB is not None and w_scale_SAB is not None
         most_tiles = slots * triton.cdiv(capacity, 128) * triton.cdiv(out_width, 256)
         _launch_hopper(
             tile, x_NI, x_scale_NB, w_SOI, w_scale_SAB, out_SCO,
@@ -142,10 +122,9 @@ def _masked(
     masked_kernel[(triton.cdiv(out_width, tile.bo), slots)](
         _describe(x_NI, tile.bm, tile.bk), _describe(x_NI, more, tile.bk), x_scale_NB,
         _describe(w_SOI.flatten(0, 1), tile.bo, tile.bk), w_scale_SAB, out_SCO, counts_S,
-        capacity, out_width, *((0, 0) if x_scale_NB is None else x_scale_NB.stride()),
-        width=width, SCALED=x_scale_NB is not None, SWAP=tile.swap,
-        SWAP_MORE=tile.swap and x_scale_NB is None, BM=tile.bm, MORE=tile.more, BO=tile.bo,
-        BK=tile.bk, num_warps=tile.warps, num_stages=tile.stages,
+        capacity, out_width, *x_scale_NB.stride(),
+        width=width, SWAP=tile.swap, BM=tile.bm, MORE=tile.more, BO=tile.bo, BK=tile.bk,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_SCO
 
@@ -187,7 +166,7 @@ def _describe(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 def _check(x: Tensor, x_scale: Tensor, w_SOI: Tensor, w_scale_SAB: Tensor) -> None:
     if x.dtype != FP8 or w_SOI.dtype != FP8:
         raise ValueError(f"expected FP8 E4M3 rows and weights; got {x.dtype} and {w_SOI.dtype}")
-    _check_shapes(x, w_SOI, BLOCK)
+    check_shapes(x, w_SOI, BLOCK)
     slots, out_width, width = w_SOI.shape
     scales = (slots, triton.cdiv(out_width, BLOCK), width // BLOCK)
     if x_scale.shape != (*x.shape[:-1], width // BLOCK) or tuple(w_scale_SAB.shape) != scales:
@@ -200,7 +179,7 @@ def _check(x: Tensor, x_scale: Tensor, w_SOI: Tensor, w_scale_SAB: Tensor) -> No
         raise ValueError("the weights' scales must be contiguous")
 
 
-def _check_shapes(x: Tensor, w_SOI: Tensor, multiple: int) -> None:
+def check_shapes(x: Tensor, w_SOI: Tensor, multiple: int) -> None:
     if x.shape[-1] != w_SOI.shape[2] or x.shape[-1] % multiple:
         raise ValueError(
             f"rows are {x.shape[-1]} wide and weights {w_SOI.shape[2]}: expected the same "
@@ -208,6 +187,14 @@ def _check_shapes(x: Tensor, w_SOI: Tensor, multiple: int) -> None:
         )
     if not (x.is_contiguous() and w_SOI.is_contiguous()):
         raise ValueError("rows and weights must be contiguous")
+
+
+def check_counts(slots: int, w_SOI: Tensor, counts_S: Tensor) -> None:
+    if w_SOI.shape[0] != slots or counts_S.shape != (slots,) or counts_S.dtype != torch.int32:
+        raise ValueError(
+            f"masked layout of {slots} slots: got weights of {w_SOI.shape[0]} slots and "
+            f"counts {counts_S.dtype} {tuple(counts_S.shape)}, expected int32 ({slots},)"
+        )
 
 
 def _programs(x: Tensor) -> int:

@@ -26,6 +26,26 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class MaskedTile:
+    """See `masked_gemm_bf16`, whose weights are always the left operand."""
+
+    bm: int
+    bo: int
+    """outputs; a gated product reads twice as many rows of weights"""
+    bk: int
+    warps: int
+    stages: int
+    more: int = 0
+    more_stages: int = 1
+    """of tiles of `more` rows: as many as leave the memory of a multiprocessor to as many programs
+    as tiles of bm rows do, since one program has both"""
+    ahead: int = 0
+    """columns of the weights that are asked for before the kernel before has ended"""
+    early: bool = True
+    """on Hopper: begin before the kernel before has ended"""
+
+
+@dataclass(frozen=True)
 class HopperTile:
     """128 rows x 256 outputs, see `grouped_gemm_hopper`."""
 
@@ -45,11 +65,19 @@ MASKED_FP8: tuple[tuple[int, Tile], ...] = (
 )
 # Few rows are bound by reading the weights, which the portable kernel does as fast.
 HOPPER_MASKED_FP8: tuple[tuple[int, Tile | HopperTile], ...] = (*_FEW_FP8, (128, HopperTile()))
+# Few rows: many slots may be without any, whose weights are not worth asking for.
+MASKED_GATED_BF16 = (
+    (4, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4)),
+    (16, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (32, MaskedTile(bm=32, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (64, MaskedTile(bm=64, bo=64, bk=64, warps=4, stages=4, more=128, more_stages=3, ahead=256)),
+    (128, MaskedTile(bm=128, bo=128, bk=64, warps=8, stages=4, ahead=192)),
+)
 MASKED_BF16 = (
-    (16, Tile(bm=16, bo=128, bk=64, warps=4, stages=5, swap=True, more=64)),
-    (32, Tile(bm=32, bo=128, bk=64, warps=4, stages=5, swap=True, more=64)),
-    (64, Tile(bm=64, bo=128, bk=64, warps=4, stages=4, swap=True)),
-    (128, Tile(bm=128, bo=256, bk=64, warps=8, stages=3)),
+    (16, MaskedTile(bm=16, bo=128, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (32, MaskedTile(bm=32, bo=128, bk=64, warps=4, stages=5, more=64, more_stages=4, ahead=256)),
+    (64, MaskedTile(bm=64, bo=128, bk=64, warps=4, stages=4, more=128, more_stages=3, ahead=256)),
+    (128, MaskedTile(bm=128, bo=256, bk=64, warps=8, stages=4, ahead=192)),
 )
 
 

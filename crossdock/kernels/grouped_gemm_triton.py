@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Portable Triton kernels behind `grouped_gemm_fp8` and `grouped_gemm_masked`.
+"""Portable Triton kernels behind `grouped_gemm_fp8`.
 
 FP8 sums a block of 128 of the input width in the tensor core, then scales it and adds it to an
-fp32 accumulator ("promotion"; DeepSeek-V3 report, section 3.3.2). BF16 has no scales.
+fp32 accumulator ("promotion"; DeepSeek-V3 report, section 3.3.2).
 """
 
 import triton
@@ -25,7 +25,6 @@ def _tile(
     stride_scale_n,
     stride_scale_b,
     width: tl.constexpr,  # a trip count that the interpreter can take
-    SCALED: tl.constexpr,
     GATHER: tl.constexpr,
     SWAP: tl.constexpr,
     BM: tl.constexpr,
@@ -43,18 +42,12 @@ def _tile(
         else:
             x_MK = x.load([first_row, col])
         w_OK = w_desc.load([w_row, col])
-        if SCALED:
-            at_scale = x_scale_ptr + rows_BM * stride_scale_n + block * stride_scale_b
-            scale = tl.load(at_scale, mask=valid_BM, other=0.0) * tl.load(w_scale_ptr + block)
-            if SWAP:
-                acc += tl.dot(w_OK, x_MK.T) * scale[None, :]
-            else:
-                acc += tl.dot(x_MK, w_OK.T) * scale[:, None]
+        at_scale = x_scale_ptr + rows_BM * stride_scale_n + block * stride_scale_b
+        scale = tl.load(at_scale, mask=valid_BM, other=0.0) * tl.load(w_scale_ptr + block)
+        if SWAP:
+            acc += tl.dot(w_OK, x_MK.T) * scale[None, :]
         else:
-            if INTERPRET:  # its products of BF16 multiply the bits
-                x_MK = x_MK.to(tl.float32)
-                w_OK = w_OK.to(tl.float32)
-            acc = tl.dot(w_OK, x_MK.T, acc) if SWAP else tl.dot(x_MK, w_OK.T, acc)
+            acc += tl.dot(x_MK, w_OK.T) * scale[:, None]
     return tl.trans(acc) if SWAP else acc
 
 
@@ -73,7 +66,6 @@ def grouped_kernel(
     stride_scale_n,
     stride_scale_b,
     width: tl.constexpr,
-    SCALED: tl.constexpr,
     GATHER: tl.constexpr,
     BM: tl.constexpr,
     BO: tl.constexpr,
@@ -98,12 +90,11 @@ def grouped_kernel(
         if GATHER:
             rows = tl.load(rows_ptr + out_rows).to(tl.int64)
             valid = rows >= 0
-        scale_at = w_scale_ptr
-        if SCALED:
-            scale_at += (slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128) * (width // 128)
+        scale_block = slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128
+        scale_at = w_scale_ptr + scale_block * (width // 128)
         acc = _tile(
             x, x_scale_ptr, w_desc, scale_at, tile_m * BM, rows, valid, slot * out_width + o,
-            stride_scale_n, stride_scale_b, width, SCALED, GATHER, False, BM, BO, BK,
+            stride_scale_n, stride_scale_b, width, GATHER, False, BM, BO, BK,
         )  # fmt: skip
         cols = o + tl.arange(0, BO)
         at = out_ptr + out_rows[:, None] * out_width + cols[None, :]
@@ -115,8 +106,7 @@ def grouped_kernel(
 def _slot_rows(
     x_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity, out_width,
     stride_scale_n, stride_scale_b,
-    width: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr,
-    BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    width: tl.constexpr, SWAP: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     cols = o + tl.arange(0, BO)
     start = 0
@@ -127,7 +117,7 @@ def _slot_rows(
         acc = _tile(
             x_desc, x_scale_ptr, w_desc, scale_at, slot * capacity + start, rows, valid,
             slot * out_width + o, stride_scale_n, stride_scale_b, width,
-            SCALED, False, SWAP, BM, BO, BK,
+            False, SWAP, BM, BO, BK,
         )  # fmt: skip
         at = out_ptr + rows[:, None] * out_width + cols[None, :]
         value = cast_rows(acc, tl.bfloat16, INTERPRET)
@@ -138,8 +128,7 @@ def _slot_rows(
 @triton.jit
 def masked_kernel(
     x_desc, x_more_desc, x_scale_ptr, w_desc, w_scale_ptr, out_ptr, counts_ptr, capacity, out_width,
-    stride_scale_n, stride_scale_b,
-    width: tl.constexpr, SCALED: tl.constexpr, SWAP: tl.constexpr, SWAP_MORE: tl.constexpr,
+    stride_scale_n, stride_scale_b, width: tl.constexpr, SWAP: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One program per (block of O, slot), down the slot's rows: none is launched for rows that
@@ -148,16 +137,15 @@ def masked_kernel(
     o = tl.program_id(0) * BO
     slot = tl.program_id(1)
     count = tl.load(counts_ptr + slot)
-    scale_at = w_scale_ptr
-    if SCALED:
-        scale_at += (slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128) * (width // 128)
+    scale_block = slot.to(tl.int64) * tl.cdiv(out_width, 128) + o // 128
+    scale_at = w_scale_ptr + scale_block * (width // 128)
     if MORE and count > BM:
         _slot_rows(
             x_more_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity,
-            out_width, stride_scale_n, stride_scale_b, width, SCALED, SWAP_MORE, MORE, BO, BK,
+            out_width, stride_scale_n, stride_scale_b, width, False, MORE, BO, BK,
         )  # fmt: skip
     else:
         _slot_rows(
             x_desc, x_scale_ptr, w_desc, scale_at, out_ptr, slot, o, count, capacity,
-            out_width, stride_scale_n, stride_scale_b, width, SCALED, SWAP, BM, BO, BK,
+            out_width, stride_scale_n, stride_scale_b, width, SWAP, BM, BO, BK,
         )  # fmt: skip

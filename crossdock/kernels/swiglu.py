@@ -43,18 +43,6 @@ def _grouped_kernel(
         row += tl.num_programs(0)
 
 
-@triton.jit
-def _masked_kernel(
-    x_ptr, out_ptr, counts_ptr, capacity, width, COLS: tl.constexpr, INTERPRET: tl.constexpr
-):
-    slot = tl.program_id(1).to(tl.int64)
-    count = tl.load(counts_ptr + slot)
-    row = tl.program_id(0)
-    while row < count:
-        _row(x_ptr, out_ptr, slot * capacity + row, width, COLS, INTERPRET)
-        row += tl.num_programs(0)
-
-
 def swiglu_rows(x_N2F: Tensor, end: Tensor | None = None) -> Tensor:
     """[N, F] of contiguous [N, 2F], gate first; rows from `end` (int32 [1], on the device) on are
     unwritten."""
@@ -68,18 +56,7 @@ def swiglu_rows(x_N2F: Tensor, end: Tensor | None = None) -> Tensor:
     return out_NF
 
 
-def swiglu_masked(x_SC2F: Tensor, counts_S: Tensor, expected_rows: int) -> Tensor:
-    """[S, C, F]; rows beyond counts_S (int32) are unwritten. expected_rows: of a slot, a hint."""
-    (slots, capacity, _), width = x_SC2F.shape, x_SC2F.shape[2] // 2
-    out_SCF = torch.empty((slots, capacity, width), dtype=x_SC2F.dtype, device=x_SC2F.device)
-    if slots and capacity:
-        _masked_kernel[(max(1, min(capacity, expected_rows)), slots)](
-            x_SC2F, out_SCF, counts_S, capacity, width, COLS=_COLS, INTERPRET=INTERPRET.value
-        )
-    return out_SCF
-
-
 def swiglu_twin(x_N2F: Tensor) -> Tensor:
-    """All rows, both layouts (leading dimensions are kept)."""
+    """All rows (leading dimensions are kept)."""
     gate, up = x_N2F.float().chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up).to(x_N2F.dtype)

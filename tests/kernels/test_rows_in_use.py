@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crossdock.kernels.grouped_gemm_gather import gather_rows, gather_rows_twin
-from crossdock.kernels.swiglu import swiglu_masked, swiglu_rows, swiglu_twin
+from crossdock.kernels.swiglu import swiglu_rows, swiglu_twin
 from crossdock.kernels.wave_sum import add_wave, add_wave_twin
 
 
@@ -17,14 +17,6 @@ def test_swiglu_stops_at_the_rows_in_use(device: torch.device, width: int, used:
     torch.testing.assert_close(got, swiglu_twin(x)[:used].float(), rtol=2**-7, atol=1e-6)
     every = swiglu_rows(x).float()
     torch.testing.assert_close(every, swiglu_twin(x).float(), rtol=2**-7, atol=1e-6)
-
-
-def test_swiglu_of_masked_rows(device: torch.device) -> None:
-    x, counts = torch.randn(3, 7, 256, device=device).bfloat16(), [7, 0, 2]
-    counts_S = torch.tensor(counts, dtype=torch.int32, device=device)
-    got, want = swiglu_masked(x, counts_S, 2), swiglu_twin(x)
-    for s, count in enumerate(counts):
-        torch.testing.assert_close(got[s, :count], want[s, :count], rtol=2**-7, atol=1e-6)
 
 
 def test_rows_without_scales_are_gathered(device: torch.device) -> None:

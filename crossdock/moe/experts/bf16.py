@@ -5,9 +5,8 @@ from torch import Tensor
 
 from crossdock.core import Masked
 from crossdock.kernels.grouped_gemm_bf16 import grouped_bf16, grouped_gated_bf16
-from crossdock.kernels.grouped_gemm_fp8 import masked_gemm_bf16
 from crossdock.kernels.grouped_gemm_gather import gather_rows
-from crossdock.kernels.swiglu import swiglu_masked
+from crossdock.kernels.masked_gemm_bf16 import masked_gated_bf16, masked_gemm_bf16
 from crossdock.moe.context import MoEWeights
 from crossdock.moe.experts.device import Wave
 
@@ -26,9 +25,8 @@ class Bf16Products:
         a_WF = grouped_gated_bf16(x_WH, self._gate_up_SFH, wave.segments)
         return grouped_bf16(a_WF, self._down_SHF, wave.segments)
 
-    def masked(self, rows: Masked) -> Tensor:
+    def masked(self, rows: Masked, rows_S: Tensor) -> Tensor:
         counts_S, expected = rows.counts_S, rows.expected_rows
         assert rows.x_SCH.dtype == torch.bfloat16
-        h_SC2F = masked_gemm_bf16(rows.x_SCH, self._gate_up_SFH, counts_S, expected)
-        a_SCF = swiglu_masked(h_SC2F, counts_S, expected)
+        a_SCF = masked_gated_bf16(rows.x_SCH, self._gate_up_SFH, counts_S, expected, rows_S)
         return masked_gemm_bf16(a_SCF, self._down_SHF, counts_S, expected)

@@ -43,8 +43,9 @@ class DeepGemmProducts:
         h_W2F = self._contiguous((x_WH, scales_WG), self._gate_up, slots_W)
         return self._contiguous(swiglu_quantise(h_W2F, wave.end), self._down, slots_W)
 
-    def masked(self, rows: Masked) -> Tensor:
+    def masked(self, rows: Masked, rows_S: Tensor) -> Tensor:
         counts_S, expected = rows.counts_S, rows.expected_rows
+        rows_S.add_(counts_S)
         x = quantised(rows.x_SCH, rows.scales_SCG)
         h_SC2F = self._masked(x, self._gate_up, counts_S, expected)
         a = swiglu_quantise_masked(h_SC2F, counts_S)

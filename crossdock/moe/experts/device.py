@@ -47,8 +47,8 @@ class Products(Protocol):
         """y_WH, unweighted; undefined where no row is."""
         ...
 
-    def masked(self, rows: Masked) -> Tensor:
-        """y_SCH, unweighted; undefined beyond the counts."""
+    def masked(self, rows: Masked, rows_S: Tensor) -> Tensor:
+        """y_SCH, unweighted; undefined beyond the counts, which are added to rows_S."""
         ...
 
 
@@ -67,9 +67,9 @@ class DeviceExperts:
 
     def __call__(self, received: Received) -> Tensor:
         assert isinstance(received, Grouped | Masked)
-        self._rows_S.add_(received.counts_S)
         if isinstance(received, Masked):
-            return self.products.masked(received)
+            return self.products.masked(received, self._rows_S)
+        self._rows_S.add_(received.counts_S)
         places, step = len(received.rows_P), self.wave_places
         if places <= step:
             return self.products.grouped(self._wave(received, 0, places))

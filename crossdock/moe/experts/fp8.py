@@ -31,8 +31,9 @@ class Fp8Products:
         h_W2F = grouped_gemm_fp8(x_NH, scales_NG, *self._gate_up, wave.segments, wave.rows_W)
         return grouped_gemm_fp8(*swiglu_quantise(h_W2F, wave.end), *self._down, wave.segments)
 
-    def masked(self, rows: Masked) -> Tensor:
+    def masked(self, rows: Masked, rows_S: Tensor) -> Tensor:
         counts_S, expected = rows.counts_S, rows.expected_rows
+        rows_S.add_(counts_S)
         x_SCH, scales_SCG = quantised(rows.x_SCH, rows.scales_SCG)
         h_SC2F = masked_gemm_fp8(x_SCH, scales_SCG, *self._gate_up, counts_S, expected)
         a_SCF, scales_SCB = swiglu_quantise_masked(h_SC2F, counts_S)
