@@ -6,38 +6,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BYTES = 8192
-"""That a program has under way: a row at a time left the memory waiting."""
-
 
 @triton.jit
 def _gather_kernel(
     x_ptr, scale_ptr, rows_ptr, end_ptr, out_ptr, out_scale_ptr, stride_n, stride_b, blocks,
-    width: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    width: tl.constexpr, BLOCKS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     end = tl.load(end_ptr)
-    first = tl.program_id(0) * ROWS
-    while first < end:
-        n = (first + tl.arange(0, ROWS)).to(tl.int64)
-        inside = n < end
-        row = tl.load(rows_ptr + n, mask=inside, other=-1).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64)
+    while n < end:
+        row = tl.load(rows_ptr + n).to(tl.int64)
         valid = row >= 0
         for start in range(0, width, COLS):
             col = start + tl.arange(0, COLS)
-            here = (col < width)[None, :]
-            at = x_ptr + row[:, None] * width + col[None, :]
-            x = tl.load(at, mask=valid[:, None] & here, other=0)
-            at = out_ptr + n[:, None] * width + col[None, :]
-            tl.store(at, x, mask=inside[:, None] & here)
+            x = tl.load(x_ptr + row * width + col, mask=valid & (col < width), other=0)
+            tl.store(out_ptr + n * width + col, x, mask=col < width)
         if BLOCKS:
-            block = tl.arange(0, BLOCKS)[None, :]
+            block = tl.arange(0, BLOCKS)
             here = block < blocks
-            at = scale_ptr + row[:, None] * stride_n + block * stride_b
-            scale = tl.load(at, mask=valid[:, None] & here, other=0.0)
-            tl.store(
-                out_scale_ptr + n[:, None] * blocks + block, scale, mask=inside[:, None] & here
-            )
-        first += tl.num_programs(0) * ROWS
+            at = scale_ptr + row * stride_n + block * stride_b
+            scale = tl.load(at, mask=valid & here, other=0.0)
+            tl.store(out_scale_ptr + n * blocks + block, scale, mask=here)
+        n += tl.num_programs(0)
 
 
 def gather_rows(
@@ -56,13 +46,10 @@ def gather_rows(
         scale_NB = torch.empty((rows, blocks), dtype=torch.float32, device=x_TI.device)
     if rows:
         # As bytes: a zero is a zero in all dtypes, and the interpreter copies bytes exactly.
-        row_bytes = width * x_TI.element_size()
-        columns = min(triton.next_power_of_2(row_bytes), _BYTES)
-        programs = triton.cdiv(rows, _BYTES // columns)
-        _gather_kernel[(min(programs, 4096 if end.is_cuda else 4),)](
+        _gather_kernel[(min(rows, 4096 if end.is_cuda else 4),)](
             x_TI.view(torch.uint8), scale_TB, rows_N, end, x_NI.view(torch.uint8), scale_NB,
-            *strides, blocks, width=row_bytes, ROWS=_BYTES // columns, COLS=columns,
-            BLOCKS=triton.next_power_of_2(blocks) if blocks else 0,
+            *strides, blocks, width=width * x_TI.element_size(),
+            BLOCKS=triton.next_power_of_2(blocks) if blocks else 0, COLS=2048,
         )  # fmt: skip
     return x_NI, scale_NB
 

@@ -7,49 +7,20 @@ program and writes silu(gate) * up, so that neither goes through memory:
 
     w [S, 2F, I], a program's tile of 64: rows o .. o + 63 and F + o .. F + o + 63 of its slot
 
-On Hopper a product begins while the kernel before it ends (programmatic dependent launch). Weights
-hang on no kernel of a step, so its first programs then ask L2 for the beginning of theirs; all
-else, rows, counts and what they write, comes after the wait. Nothing in L2 can be outdated. The
-gated product comes right after the dispatch that counts its rows: it also adds them to the totals
-of the slots, for which another kernel would come between the two.
+The gated product comes right after the dispatch that counts its rows: it also adds them to the
+totals of the slots, for which another kernel would come between the two.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from crossdock.kernels import grouped_gemm_tiles as tiles
-from crossdock.kernels.grouped_gemm_fp8 import check_counts, check_shapes, multiprocessors
+from crossdock.kernels.grouped_gemm_fp8 import check_counts, check_shapes
 from crossdock.kernels.quant import INTERPRET
 from crossdock.kernels.rounding import cast_rows
-
-_RESIDENT = 2
-"""Programs of a multiprocessor that may begin early; more would only read ahead of themselves."""
-
-
-@triton.jit
-def _read_ahead(
-    w_ptr, counts_ptr, slot, o, out_width, width,
-    GATED: tl.constexpr, BO: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The first COLS columns of a program's weights, into L2."""
-    # Of a gated product the counts are yet to come. Else a hint alone, past L1, which would keep
-    # what it was.
-    if GATED or tl.load(counts_ptr + slot, cache_modifier=".cg") > 0:
-        halves: tl.constexpr = 2 if GATED else 1
-        end = (slot + 1) * halves * out_width
-        for half in tl.static_range(halves):
-            row = (slot * halves + half) * out_width + o + tl.arange(0, BO)
-            row = tl.minimum(row, end - 1).to(tl.int64)
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-                [w_ptr + row * width, COLS * 2], dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -87,25 +58,17 @@ def _slot_rows(
 
 @triton.jit
 def masked_bf16_kernel(
-    x_desc, x_more_desc, w_desc, w_ptr, out_ptr, counts_ptr, rows_ptr, capacity, out_width, early,
+    x_desc, x_more_desc, w_desc, out_ptr, counts_ptr, rows_ptr, capacity, out_width,
     width: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, MORE_STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per (block of O, slot), down the slot's rows: none is launched for rows that
     a slot does not have, and the weights are read from memory once where BM covers the count. Slots
-    with more rows take tiles of MORE rows (0: of BM as well). The first `early` programs ask for
-    AHEAD columns of their weights before they wait for the kernel before. The counts are added to
-    rows_ptr, unless that is None."""
+    with more rows take tiles of MORE rows (0: of BM as well). The counts are added to rows_ptr,
+    unless that is None."""
     o = tl.program_id(0) * BO
     slot = tl.program_id(1)
-    if PDL:
-        if AHEAD and slot * tl.num_programs(0) + tl.program_id(0) < early:
-            _read_ahead(w_ptr, counts_ptr, slot, o, out_width, width, GATED, BO, AHEAD)
-        gdc_wait()
-        # After the wait: who starts then may take for ended whatever ended before this kernel.
-        gdc_launch_dependents()
-    count = tl.load(counts_ptr + slot, cache_modifier=".cg")
+    count = tl.load(counts_ptr + slot)
     if rows_ptr is not None and o == 0:
         tl.store(rows_ptr + slot, tl.load(rows_ptr + slot) + count)
     if MORE and count > BM:
@@ -162,34 +125,25 @@ def _launch(
     gated: bool,
     rows_S: Tensor | None,
 ) -> Tensor:
-    _check(x_SCI, w_SOI, counts_S, tile.bk)
+    _check(x_SCI, w_SOI, counts_S)
     slots, capacity, width = x_SCI.shape
     out_SCO = torch.empty((slots, capacity, out_width), dtype=torch.bfloat16, device=x_SCI.device)
     if out_SCO.numel() == 0:
         return out_SCO
     x_NI, more = x_SCI.view(slots * capacity, width), tile.more or tile.bm
-    pdl = tile.early and not INTERPRET.value and _early(x_SCI.device)
-    early = _RESIDENT * multiprocessors(x_SCI.device.index) if pdl else 0
     masked_bf16_kernel[(triton.cdiv(out_width, tile.bo), slots)](
         TensorDescriptor.from_tensor(x_NI, [tile.bm, tile.bk]),
         TensorDescriptor.from_tensor(x_NI, [more, tile.bk]),
         TensorDescriptor.from_tensor(w_SOI.flatten(0, 1), [tile.bo, tile.bk]),
-        w_SOI, out_SCO, counts_S, rows_S, capacity, out_width, early,
+        out_SCO, counts_S, rows_S, capacity, out_width,
         width=width, GATED=gated, BM=tile.bm, MORE=tile.more, BO=tile.bo, BK=tile.bk,
-        STAGES=tile.stages, MORE_STAGES=tile.more_stages, AHEAD=min(tile.ahead, width), PDL=pdl,
-        num_warps=tile.warps, **({"launch_pdl": True} if pdl else {}),
+        STAGES=tile.stages, MORE_STAGES=tile.more_stages, num_warps=tile.warps,
     )  # fmt: skip
     return out_SCO
 
 
-def _check(x_SCI: Tensor, w_SOI: Tensor, counts_S: Tensor, step: int) -> None:
+def _check(x_SCI: Tensor, w_SOI: Tensor, counts_S: Tensor) -> None:
     if x_SCI.dtype != torch.bfloat16 or w_SOI.dtype != torch.bfloat16:
         raise ValueError(f"expected BF16 rows and weights; got {x_SCI.dtype} and {w_SOI.dtype}")
-    check_shapes(x_SCI, w_SOI, step)
+    check_shapes(x_SCI, w_SOI, 64)
     check_counts(len(x_SCI), w_SOI, counts_S)
-
-
-@functools.cache
-def _early(device: torch.device) -> bool:
-    """Whether a kernel may begin before the one before it has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

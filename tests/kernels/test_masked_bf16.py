@@ -11,8 +11,10 @@ from crossdock.kernels.masked_gemm_bf16 import masked_gated_bf16, masked_gemm_bf
 from crossdock.kernels.swiglu import swiglu_twin
 
 PLAIN = tiles.MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=2)
-MORE = tiles.MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=3, more=32, more_stages=2, ahead=64)
-TILES = pytest.mark.parametrize("tile", [PLAIN, MORE], ids=["plain", "more"])
+MORE = tiles.MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=3, more=32, more_stages=2)
+WIDE = tiles.MaskedTile(bm=32, bo=64, bk=128, warps=4, stages=2)
+"""Of 192 columns its second step has 64."""
+TILES = pytest.mark.parametrize("tile", [PLAIN, MORE, WIDE], ids=["plain", "more", "wide"])
 CAPACITY = 70
 
 
