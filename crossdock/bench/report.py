@@ -79,10 +79,15 @@ def write_document(document: dict[str, Any], path: Path, flag: str = "--out") ->
         raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 
 
+_DECIDING = (
+    "crossdock", "torch", "triton", "transformers", "numpy", "flashinfer-python", "sgl-deep-gemm",
+)  # fmt: skip
+
+
 def versions() -> dict[str, str]:
     """Of what decides a figure; only what is installed."""
     found = {"python": platform.python_version()}
-    for name in ("crossdock", "torch", "triton", "transformers", "numpy"):
+    for name in _DECIDING:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
