@@ -13,7 +13,14 @@ from crossdock.balance.moves import diff, moved_experts, settle
 from crossdock.balance.optimal import optimal
 from crossdock.balance.quota import quota
 from crossdock.balance.reroute import reroute
-from crossdock.balance.score import copies, imbalance, imbalance_of, rank_load, shares
+from crossdock.balance.score import (
+    copies,
+    imbalance,
+    imbalance_of,
+    rank_load,
+    shares,
+    slot_load,
+)
 from crossdock.balance.sticky import sticky
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
@@ -46,6 +53,7 @@ __all__ = [
     "reroute",
     "settle",
     "shares",
+    "slot_load",
     "slots_per_rank",
     "split",
 ]

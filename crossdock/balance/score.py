@@ -19,10 +19,15 @@ def imbalance_of(rank_load_LR: np.ndarray) -> np.ndarray:
 
 def rank_load(load_LE: np.ndarray, answer: Answer, num_ranks: int) -> np.ndarray:
     """`load_LR`: what each rank has to do."""
+    load_LP = slot_load(load_LE, answer)
+    return load_LP.reshape(len(load_LP), num_ranks, -1).sum(axis=2)
+
+
+def slot_load(load_LE: np.ndarray, answer: Answer) -> np.ndarray:
+    """`load_LP`: what each slot has to do; 0 in an empty one."""
     slot_expert_LP = answer.slot_expert_LP
     load_LP = np.take_along_axis(load_LE, np.maximum(slot_expert_LP, 0), axis=1)
-    load_LP = np.where(slot_expert_LP >= 0, load_LP, 0) * shares(answer, load_LE.shape[1])
-    return load_LP.reshape(len(load_LP), num_ranks, -1).sum(axis=2)
+    return np.where(slot_expert_LP >= 0, load_LP, 0) * shares(answer, load_LE.shape[1])
 
 
 def shares(answer: Answer, num_experts: int) -> np.ndarray:

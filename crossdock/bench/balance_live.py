@@ -140,8 +140,7 @@ def _round(
     balancer.begin_window()
     off = _run(llm, prompts, output_len)
     window = Window.between(first, client.reading())
-    # Of a GPU where no step was timed: as decisions take it to be.
-    share = window.expert_share or expert_share(window, client.config)
+    share = expert_share(window, client.config)
     began, ended, outcomes = 0.0, 0.0, list["Outcome | None"]()
 
     def look() -> None:
@@ -256,9 +255,8 @@ def report(run: LiveRun, command: str) -> Report:
         "settings": options.settings,
         "meaning": {
             "live_itl": "of the last two thirds of a load's tokens",
-            "live_gain_off_prediction": "throughput gained against what the plan says, if the "
-            "experts' time (live_expert_share; on GPUs of the steps that were timed) follows the "
-            "fullest ranks' tokens",
+            "live_gain_off_prediction": "throughput gained against what the plan says of the "
+            "experts' time (live_expert_share; on GPUs of the steps that were timed)",
             "off": "the popular experts together on the first ranks, nobody moves them",
             "moving": "gaps that fall into the move, and the load in which it was; planning: into "
             "the planning before it, in a process of its own",
@@ -319,8 +317,7 @@ def _throughput(run: LiveRun, shape: dict[str, Any], asked: bool) -> list[Case]:
 def _predicted(round_: Round) -> float:
     """Of throughput: experts take `share` of a step, and of that the plan leaves a part."""
     assert round_.outcome.plan is not None
-    left = 1 / (1 + round_.outcome.plan.gain)
-    return 1 / (1 - round_.share * (1 - left)) - 1
+    return 1 / (1 - round_.share * (1 - round_.outcome.plan.left)) - 1
 
 
 def _moves(run: LiveRun, shape: dict[str, Any]) -> list[Case]:

@@ -1,7 +1,7 @@
 """Whether to move experts now, and where: gain over a horizon against the measured cost of moving.
 
-A step waits for its fullest rank in every layer. So of the part of a step that experts take, a
-placement saves as much as it lowers the sum over layers of the fullest rank's load.
+A step waits for its slowest rank in every layer. So of the part of a step that experts take, a
+placement saves as much as it lowers the sum over layers of the slowest rank's time (`expert_time`).
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from crossdock.balance import POLICIES, Answer, Problem, diff, imbalance, settle, split
+from crossdock.control.expert_time import rank_time
 from crossdock.control.window import Window
 from crossdock.core import ConfigError, EngineConfig, Placement
 
@@ -24,7 +25,7 @@ BYTES_PER_S = 1e9
 CHEAPEST = 0.1
 """Part of that below which a measured cost is not believed."""
 GPU_EXPERT_SHARE = 0.3
-"""Of a step, where its parts are not timed on the device."""
+"""Of a step, where none was timed."""
 MIN_TOKENS = 16
 """Per expert on average: windows with fewer say too little about what is popular."""
 MOST_BACKOFF = 16
@@ -55,8 +56,9 @@ class Proposal:
     """A placement and what is expected of it.
 
     imbalance_before, imbalance_after: by layer, for the window's load. moves, moved_bytes: copies
-    to make, over all layers. gain: of balancedness, after over before, less 1. gain_s, cost_s:
-    seconds of steps saved over the horizon, and lost to moving.
+    to make, over all layers. gain: of balancedness, after over before, less 1. left: of the time
+    that steps take for experts. gain_s, cost_s: seconds of steps saved over the horizon, and lost
+    to moving.
     """
 
     policy: str
@@ -66,6 +68,7 @@ class Proposal:
     moves: int
     moved_bytes: int
     gain: float
+    left: float
     gain_s: float
     cost_s: float
 
@@ -73,7 +76,8 @@ class Proposal:
 @dataclass(frozen=True, eq=False)
 class Question:
     """What a decision depends on. policy: asked for by somebody; None: decide by `config` whether
-    to move at all. expert_bytes: of one expert in one layer. now: on the clock of the history."""
+    to move at all. expert_bytes: of one expert in one layer. now: on the clock of the history.
+    read_rows: as `rank_time` takes it."""
 
     window: Window
     placement: Placement
@@ -82,6 +86,7 @@ class Question:
     expert_bytes: int
     now: float
     policy: str | None = None
+    read_rows: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,22 +154,24 @@ def propose(question: Question, policy: str, weigh: bool) -> Proposal:
     ranks, now_LP = placement.num_ranks, placement.slot_expert_LP
     tokens_L = load_LE.sum(axis=1)
     before = _imbalance(question, now_LP)
+    slowest, mean = _times(question, now_LP)
     worth_s = _horizon_s(question.window, config)
     cost_s = question.expert_bytes * question.history.seconds_per_byte
-    # The fullest ranks' tokens, over all layers, take `worth_s`: what one of them is worth.
-    tokens = float(before @ tokens_L) / ranks
+    # Even ranks would save so much, and the fullest ones so many tokens: what one of them is worth.
+    saved_s = worth_s * (1 - mean / slowest) if slowest else 0.0
+    tokens = float((before - 1) @ tokens_L) / ranks
     problem = Problem(
         load_LE,
         ranks,
         placement.slots_per_rank,
         current_LP=now_LP,
         expert_bytes=question.expert_bytes,
-        move_cost=cost_s * tokens / worth_s if weigh and worth_s > 0 else None,
+        move_cost=cost_s * tokens / saved_s if weigh and saved_s > 0 else None,
     )
     new_LP = settle(POLICIES[policy](problem), now_LP, ranks).slot_expert_LP
     after = _imbalance(question, new_LP)
     moves = len(diff(now_LP, new_LP, ranks))
-    left = float(after @ tokens_L) / float(before @ tokens_L)
+    left = _times(question, new_LP)[0] / slowest
     return Proposal(
         policy,
         new_LP,
@@ -172,7 +179,8 @@ def propose(question: Question, policy: str, weigh: bool) -> Proposal:
         tuple(after.tolist()),
         moves,
         moves * question.expert_bytes,
-        1 / left - 1,
+        float(before @ tokens_L) / float(after @ tokens_L) - 1,
+        left,
         worth_s * (1 - left),
         moves * cost_s,
     )
@@ -197,15 +205,28 @@ def judged(history: History, predicted: float, measured: float) -> History:
 
 def expert_share(window: Window, config: EngineConfig) -> float:
     """The part of a step that experts take, as decisions take it to be."""
-    return GPU_EXPERT_SHARE if config.device == "cuda" else window.expert_share
+    guess = GPU_EXPERT_SHARE if config.device == "cuda" else 0.0
+    return window.expert_share or guess
 
 
 def _imbalance(question: Question, slot_expert_LP: np.ndarray) -> np.ndarray:
-    """`imbalance_L` of the window's load, replicas sharing as they are chosen."""
-    load_LE, ranks = question.window.load_LE, question.placement.num_ranks
+    """`imbalance_L` of the window's load."""
+    answer, ranks = _answer(question, slot_expert_LP), question.placement.num_ranks
+    return imbalance(question.window.load_LE, answer, ranks)
+
+
+def _times(question: Question, slot_expert_LP: np.ndarray) -> tuple[float, float]:
+    """Of the slowest rank of each layer, and of the mean one, over the window's steps."""
+    answer, ranks = _answer(question, slot_expert_LP), question.placement.num_ranks
+    time_KLR = rank_time(question.window, answer, ranks, question.read_rows)
+    return float(time_KLR.max(axis=2).sum()), float(time_KLR.mean(axis=2).sum())
+
+
+def _answer(question: Question, slot_expert_LP: np.ndarray) -> Answer:
+    """Replicas share as they are chosen."""
     if question.config.replica_choice == "quota":
-        return imbalance(load_LE, split(slot_expert_LP, load_LE, ranks), ranks)
-    return imbalance(load_LE, Answer(slot_expert_LP), ranks)
+        return split(slot_expert_LP, question.window.load_LE, question.placement.num_ranks)
+    return Answer(slot_expert_LP)
 
 
 def _horizon_s(window: Window, config: EngineConfig) -> float:

@@ -14,8 +14,8 @@ class Reading:
     """Totals of all ranks at one time.
 
     expert_LE: tokens routed to each logical expert. rank_LR: rows that each rank's slots worked on.
-    step_s_R, expert_s_R: seconds in steps and in experts; on GPUs worked out from those steps that
-    were timed.
+    sizes_N: steps by the tokens of all ranks in them, up to 2**n in the nth. step_s_R, expert_s_R:
+    seconds in steps and in experts; on GPUs worked out from those steps that were timed.
     """
 
     time: float
@@ -24,6 +24,7 @@ class Reading:
     steps: int
     step_s_R: np.ndarray
     expert_s_R: np.ndarray
+    sizes_N: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, time: float, snapshots: Sequence[Snapshot]) -> "Reading":
@@ -36,13 +37,14 @@ class Reading:
             max(_steps(v) for v in values),
             _seconds(values, "step"),
             _seconds(values, "experts"),
+            tuple(values[0].get("histograms", {}).get("iteration_tokens", {}).get("counts", ())),
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
     """The difference of two readings: `seconds` long, of which `step_s` in the longest rank's
-    steps, of which the part `expert_share` in experts."""
+    steps, of which the part `expert_share` in experts. sizes_N: as `Reading` has them."""
 
     load_LE: np.ndarray
     rank_LR: np.ndarray
@@ -50,6 +52,7 @@ class Window:
     seconds: float
     step_s: float
     expert_share: float
+    sizes_N: tuple[int, ...] = ()
 
     @classmethod
     def between(cls, first: Reading, last: Reading) -> "Window":
@@ -62,7 +65,18 @@ class Window:
             last.time - first.time,
             step_s,
             min(1.0, expert_s / step_s) if step_s > 0 else 0.0,
+            tuple(b - a for a, b in zip(first.sizes_N, last.sizes_N, strict=False)),
         )
+
+    @property
+    def sizes(self) -> tuple[tuple[int, float], ...]:
+        """(steps, part of the window's tokens) by how many tokens a step has."""
+        # Steps of one bucket are taken to have its upper bound, a power of two.
+        tokens_N = [count << i for i, count in enumerate(self.sizes_N)]
+        total = sum(tokens_N)
+        if not total:
+            return ((max(1, self.steps), 1.0),)
+        return tuple((n, t / total) for n, t in zip(self.sizes_N, tokens_N, strict=True) if n)
 
     @property
     def balancedness(self) -> float | None:

@@ -22,6 +22,13 @@ class Ceilings:
     source: str
 
 
+def read_rows(expert_bytes: int, flops_per_row: int, ceilings: Ceilings | None) -> float:
+    """Rows whose products with an expert take as long as reading its weights; 0: unknown."""
+    if ceilings is None:
+        return 0.0
+    return expert_bytes / ceilings.bytes_per_s * ceilings.flops_per_s / flops_per_row
+
+
 def ceilings_of(hardware: str, dtype: str) -> Ceilings:
     """
     Args:

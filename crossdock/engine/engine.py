@@ -183,8 +183,11 @@ class Engine:
         timer.heard([row[WORDS:a] for row in table])
         if mover is not None and (ended := mover.advance([row[a:b] for row in table])):
             self.rebalanced.append(ended)
+        tokens = sum(row[2] for row in table[:: self.world.tp])
+        if tokens:
+            self.recorder.histograms["iteration_tokens"].observe(tokens)
         if self.adjuster is not None:
-            self.adjuster.advance(sum(row[2] for row in table[:: self.world.tp]))
+            self.adjuster.advance(tokens)
         inbox.advance([row[b:] for row in table])
         return agree(table, self.overlap, *(() if graphs is None else (graphs.fit,)))
 

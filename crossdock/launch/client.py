@@ -19,7 +19,7 @@ from crossdock.core import (
     SamplingParams,
     UserError,
 )
-from crossdock.core.ceilings import Ceilings
+from crossdock.core.ceilings import Ceilings, read_rows
 from crossdock.core.messages import (
     Failure,
     Outputs,
@@ -223,6 +223,12 @@ class EngineClient:
         """What a rank's device reaches; None where nobody knows."""
         found = self.info[0]["ceilings"]
         return None if found is None else Ceilings(**found)
+
+    @property
+    def read_rows(self) -> float:
+        """Rows whose products with an expert take as long as reading it; 0: unknown."""
+        flops = 6 * self.spec.hidden_size * self.spec.moe.intermediate_size
+        return read_rows(self.expert_bytes, flops, self.ceilings)
 
     def reading(self) -> Reading:
         """The ranks' totals now.

@@ -41,6 +41,8 @@ class Mover(Protocol):
     def placement(self) -> Placement: ...
     @property
     def expert_bytes(self) -> int: ...
+    @property
+    def read_rows(self) -> float: ...
     def reading(self) -> Reading:
         """Raises CrossdockError where a rank does not answer."""
         ...
@@ -187,6 +189,7 @@ class Balancer:
                 self.mover.expert_bytes,
                 self._clock(),
                 policy,
+                self.mover.read_rows,
             )
         )
         plan, why = decision.plan, decision.why

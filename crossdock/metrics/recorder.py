@@ -15,6 +15,9 @@ EXCHANGE_BUCKETS_S = (
     0.2, 1.0,
 )  # fmt: skip
 
+TOKEN_BUCKETS = tuple(float(1 << i) for i in range(21))
+"""Of "iteration_tokens": a step's, of all ranks together; all ranks observe the same."""
+
 Marks = Callable[[str, int], AbstractContextManager[None]]
 """(part, pieces) -> what stands around each piece."""
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -61,6 +64,7 @@ class Recorder:
         """The tensor behind the source "slot_tokens", for who must not wait for the device."""
         self.counters: dict[str, int] = {}
         self.histograms = {name: Histogram(EXCHANGE_BUCKETS_S) for name in histograms}
+        self.histograms["iteration_tokens"] = Histogram(TOKEN_BUCKETS)
         self._parts = _Parts(self)
         self._sources: dict[str, Callable[[], Any]] = {}
         self._forget: list[Callable[[], object]] = []

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from crossdock.core.ceilings import Ceilings
 from crossdock.metrics.families import counter, gauge, histogram, overlap_families
 from crossdock.metrics.recent import RECENT_S, Recent
-from crossdock.metrics.recorder import EXCHANGE_BUCKETS_S
+from crossdock.metrics.recorder import EXCHANGE_BUCKETS_S, TOKEN_BUCKETS
 from crossdock.metrics.totals import Totals
 
 _OVERLAPS = ("off", "sbo", "tbo")
@@ -31,6 +31,7 @@ def step_families(
         {mode: map(float, totals.per_rank(f"overlap.{mode}").values()) for mode in _OVERLAPS}
     )
     yield from _exchange_families(totals, bounds)
+    yield _size_family(totals)
     yield from _part_families(totals, recent)
     for name, what, tokens in (
         ("prefill_tpgs", "Prompt", "prompt_tokens_total"),
@@ -77,6 +78,18 @@ def _exchange_families(totals: Totals, bounds: Mapping[str, Sequence[float]]) ->
         "Bytes sent by dispatch and combine: to itself, within the node, to another node.",
         ["path"],
         [((path,), scalar(totals.sum(f"bytes.{path}"))) for path in _PATHS],
+    )
+
+
+def _size_family(totals: Totals) -> Metric:
+    counts = next(iter(totals.per_rank("counts.iteration_tokens").values()), None)
+    tokens = next(iter(totals.per_rank("sum.iteration_tokens").values()), None)
+    return histogram(
+        "iteration_tokens_total",
+        "Tokens of a step, of all ranks together.",
+        TOKEN_BUCKETS,
+        [0] * (len(TOKEN_BUCKETS) + 1) if counts is None else counts.tolist(),
+        scalar(tokens),
     )
 
 

@@ -17,6 +17,7 @@ from crossdock.control import (
     moved,
     propose,
 )
+from crossdock.control.expert_time import rank_time
 from crossdock.core import ConfigError, EngineConfig
 from crossdock.core.messages import Snapshot
 
@@ -195,3 +196,50 @@ def test_policies_of_uneven_shares_need_a_choice_by_quota():
     assert EngineConfig(model="m", rebalance_policy="quota", replica_choice="quota")
     with pytest.raises(ConfigError, match='"llep" needs replica_choice = "quota"'):
         EngineConfig(model="m", rebalance_policy="llep")
+
+
+def test_experts_with_few_rows_take_the_time_of_reading_them():
+    """Two ranks of two slots. A hundred steps of up to 4 tokens, ten of up to 64: 400 of 1,040
+    tokens go in the small ones."""
+    load_LE = np.array([[2080, 1040, 104, 0]])
+    seen = Window(load_LE, np.zeros((1, 2)), 110, 1.0, 1.0, 0.5, (0, 0, 100, 0, 0, 0, 10))
+    assert seen.sizes == ((100, 400 / 1040), (10, 640 / 1040))
+    small, large = rank_time(seen, Answer(np.array([[0, 1, 2, 3]])), 2, read_rows=20.0)
+    # Rows of a small step: 8, 4, 0.4, 0; of a large one: 128, 64, 6.4, 0.
+    read = [20 * (1 - np.exp(-rows)) for rows in (8, 4, 0.4, 6.4)]
+    np.testing.assert_allclose(small, [[100 * (read[0] + read[1]), 100 * read[2]]])
+    np.testing.assert_allclose(large, [[10 * (128 + 64), 10 * read[3]]])
+    by_rows = rank_time(seen, Answer(np.array([[0, 2, 1, 3]])), 2, read_rows=0.0)
+    np.testing.assert_allclose(by_rows.sum(axis=0), [[2080 + 104, 1040]])
+    unknown = replace(seen, sizes_N=())
+    assert unknown.sizes == ((110, 1.0),)
+
+
+def test_prompts_are_worth_a_move_that_decodes_are_not():
+    cost = History(cost_per_byte=1e-6)
+    load_LE = 10 * skewed(times=5)  # in a step 2,500 and 500 rows, or 50 and 10
+    prompts = replace(window(load_LE), sizes_N=(0,) * 13 + (2,))
+    decodes = replace(window(load_LE), sizes_N=(0,) * 8 + (100,))
+    plans = {}
+    for name, seen in (("prompts", prompts), ("decodes", decodes)):
+        question = Question(seen, PLACEMENT, CONFIG, cost, BYTES, 1000.0, read_rows=200.0)
+        decision = decide(question)
+        assert decision.move == (name == "prompts"), decision.why
+        plans[name] = propose(question, "eplb", weigh=False)
+    # Balanced as well in either case, which is worth little where weights are read all the same.
+    gain = plans["prompts"].gain
+    assert gain == pytest.approx(plans["decodes"].gain) and gain > 0.3
+    assert plans["prompts"].left == pytest.approx(1 / (1 + gain))
+    assert plans["decodes"].left > 0.99
+
+
+def test_readings_tell_the_sizes_of_steps():
+    def reading(time, counts):
+        values = {
+            "expert_tokens": [[1, 2]], "slot_tokens": [[1]], "calls": {}, "seconds": {},
+            "histograms": {"iteration_tokens": {"counts": counts, "sum": 0.0, "bounds": []}},
+        }  # fmt: skip
+        return Reading.of(time, [Snapshot(0, values)])
+
+    seen = Window.between(reading(0.0, [1, 5, 0]), reading(1.0, [1, 7, 2]))
+    assert seen.sizes_N == (0, 2, 2) and seen.sizes == ((2, 4 / 12), (2, 8 / 12))

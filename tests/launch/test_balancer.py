@@ -29,6 +29,7 @@ class FakeMover:
         )
         self.placement = linear_placement(2, 6, 2)
         self.expert_bytes, self.now, self.load_LE = 1000, 0.0, LOAD_LE
+        self.read_rows = 0.0
         self.expert_LE = np.zeros((2, 6), dtype=np.int64)
         self.rank_LR = np.zeros((2, 2), dtype=np.int64)
         self.ends = self.succeed
@@ -180,17 +181,27 @@ def test_a_placement_is_taken_over_as_far_as_it_got():
 def test_another_process_decides_alike():
     mover = FakeMover()
     window = Window.between(mover.reading(), mover.reading())
+    window = replace(window, sizes_N=(0, 0, 3, 0, 2))
     for policy in (None, "eplb"):
         question = Question(
-            window, mover.placement, mover.config, History(), 1000, mover.now, policy
+            window, mover.placement, mover.config, History(), 1000, mover.now, policy, 2.5
         )
         here, there = decide(question), decide_elsewhere(question)
         assert here.move is there.move is True and here.why == there.why
         assert np.array_equal(here.plan.slot_expert_LP, there.plan.slot_expert_LP)
-        for name in ("policy", "imbalance_before", "imbalance_after", "moves", "gain", "cost_s"):
+        for name in (
+            "policy",
+            "imbalance_before",
+            "imbalance_after",
+            "moves",
+            "gain",
+            "left",
+            "cost_s",
+        ):
             assert getattr(here.plan, name) == getattr(there.plan, name), name
     again = decode(encode(question))
     assert again.config == question.config and again.history == question.history
+    assert again.window.sizes_N == window.sizes_N and again.read_rows == 2.5
     assert again.placement.slot_expert_LP.dtype == np.int64
     late = replace(question, policy=None, history=History(moved_at=mover.now))
     answer = decide_elsewhere(late)

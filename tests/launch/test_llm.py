@@ -113,6 +113,18 @@ def test_many_requests_of_all_sorts_with_aborts_between(llm: LLM) -> None:
     assert sum(experts) == sum(slots) > 0  # every choice was run exactly once somewhere
 
 
+def test_ranks_count_the_tokens_of_their_steps_together(llm: LLM) -> None:
+    def told() -> list[float]:
+        return [s.values["histograms"]["iteration_tokens"]["sum"] for s in llm.client.snapshots()]
+
+    before = told()
+    prompts = [[4 + i] * (10 + i) for i in range(6)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    llm.generate(prompts, params)
+    computed = sum(len(prompt) + 4 for prompt in prompts)  # a last token is not computed
+    assert [b - a for a, b in zip(before, told(), strict=True)] == [computed] * 4
+
+
 def test_shared_prefixes_are_cached_on_one_rank(llm: LLM) -> None:
     prefix = list(range(100, 180))
     llm.generate([[*prefix, 7]], GREEDY)

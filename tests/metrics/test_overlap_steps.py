@@ -25,6 +25,25 @@ def test_steps_of_all_ranks_count_once():
     assert seen == {"off": 3, "sbo": 0, "tbo": 8}
 
 
+def test_all_ranks_tell_the_same_sizes_of_steps():
+    snapshots = []
+    for rank in range(2):
+        recorder = Recorder()
+        for tokens in (1, 300, 512, 513):
+            recorder.histograms["iteration_tokens"].observe(tokens)
+        snapshots.append(Snapshot(rank, recorder.snapshot()))
+    metrics = GatewayMetrics()
+    metrics.attach(Engine(lambda: snapshots, ranks=2, top_k=2, load_window_tokens=100))
+    seen = {
+        (sample.name.rsplit("_", 1)[1], sample.labels.get("le")): sample.value
+        for family in text_string_to_metric_families(metrics.expose().decode())
+        for sample in family.samples
+        if sample.name.startswith("crossdock:iteration_tokens_total")
+    }
+    assert seen["sum", None] == 1326 and seen["count", None] == 4
+    assert [seen["bucket", le] for le in ("1.0", "256.0", "512.0", "1024.0")] == [1, 1, 3, 4]
+
+
 def test_a_reset_forgets_sources_too():
     recorder, kept = Recorder(), [5]
     recorder.source("rows", lambda: list(kept), kept.clear)
