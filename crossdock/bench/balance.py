@@ -1,7 +1,7 @@
 """`bench balance`: the planners side by side, on made, drifting and recorded loads."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -25,6 +25,7 @@ from crossdock.balance.homes import home_slots
 from crossdock.bench.balance_choice import replica_choices
 from crossdock.bench.balance_loads import drifting_loads, record
 from crossdock.bench.report import Case, Report, case_of, cpu_name
+from crossdock.core import ConfigError
 
 PLANNERS = ("eplb", "quota", "llep", "lp", "sticky")
 EXPERTS, REDUNDANT, TOP_K = 256, 2, 8
@@ -37,13 +38,15 @@ README_LOADS = np.array(
         [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
     ]
 )
+MEASURES = ("planning", "small", "generator", "choice", "reroute", "drift")
 FLASHLB_LOADS = np.array([[600, 560, 120, 120, 20, 10, 10, 10]])
 
 
 @dataclass(frozen=True)
 class BalanceOptions:
     """`tokens`: a rank's, drawn for each load; `model`: whose routing is recorded, None for no
-    recorded loads; `layers`, `windows`: of drifting loads; `repeats`: of planning times."""
+    recorded loads; `layers`, `windows`: of drifting loads; `repeats`: of planning times. `measure`:
+    some of `MEASURES`, of made loads."""
 
     ranks: tuple[int, ...] = (32, 64)
     seeds: int = 10
@@ -52,31 +55,30 @@ class BalanceOptions:
     windows: int = 12
     repeats: int = 30
     model: str | None = None
+    measure: tuple[str, ...] = MEASURES
 
 
 def run_balance(options: BalanceOptions, on_progress: Callable[[str], None]) -> list[Case]:
-    from crossdock.bench.balance_reroute import exchange_times, reroute_times  # need torch
-
+    """
+    Raises:
+        ConfigError: a measure that there is not.
+    """
+    for what in options.measure:
+        if what not in MEASURES:
+            raise ConfigError(f"--measure {what!r}: expected some of {', '.join(MEASURES)}")
     POLICIES["lp"](Problem(FLASHLB_LOADS, 8, 2))  # imports scipy, which is not planning
-    cases = planning_time(options.repeats)
-    on_progress("small cases beside optimal")
-    cases += small_cases(options.seeds)
-    for ranks in options.ranks:
-        for ratio in RATIOS:
-            on_progress(f"generator: {ranks} ranks, ratio {ratio}")
-            cases += generated(ranks, ratio, options.seeds, options.tokens)
-    for ranks in options.ranks:
-        on_progress(f"choice of replicas: {ranks} ranks")
-        for tokens in (128, options.tokens):
-            cases += replica_choices(ranks, options.seeds, tokens)
-    cases += reroute_times(options.ranks, options.repeats) + exchange_times(options.repeats)
-    for ranks in options.ranks:
-        for drift in (0.1, 0.2):
-            on_progress(f"drifting loads: {ranks} ranks, {drift:g} a window")
-            loads = drifting_loads(
-                options.layers, EXPERTS, options.windows + 1, drift, options.tokens * ranks * TOP_K
-            )
-            cases += drifting({"loads": f"drift {drift:g}"}, loads, ranks, ranks * REDUNDANT)
+    parts: dict[str, Callable[[BalanceOptions, Callable[[str], None]], Iterator[Case]]] = {
+        "planning": lambda options, _: iter(planning_time(options.repeats)),
+        "small": _small,
+        "generator": _generator,
+        "choice": _choice,
+        "reroute": _reroute,
+        "drift": _drift,
+    }
+    cases = [
+        case for what in MEASURES if what in options.measure
+        for case in parts[what](options, on_progress)
+    ]  # fmt: skip
     if options.model is not None:
         on_progress(f"recording {options.model}")
         for kind, loads in record(options.model).items():
@@ -84,6 +86,42 @@ def run_balance(options: BalanceOptions, on_progress: Callable[[str], None]) -> 
             for ranks in (4, 8):
                 cases += drifting({"loads": kind}, loads, ranks, -experts % ranks + ranks)
     return cases
+
+
+def _small(options: BalanceOptions, on_progress: Callable[[str], None]) -> Iterator[Case]:
+    on_progress("small cases beside optimal")
+    yield from small_cases(options.seeds)
+
+
+def _generator(options: BalanceOptions, on_progress: Callable[[str], None]) -> Iterator[Case]:
+    for ranks in options.ranks:
+        for ratio in RATIOS:
+            on_progress(f"generator: {ranks} ranks, ratio {ratio}")
+            yield from generated(ranks, ratio, options.seeds, options.tokens)
+
+
+def _choice(options: BalanceOptions, on_progress: Callable[[str], None]) -> Iterator[Case]:
+    for ranks in options.ranks:
+        on_progress(f"choice of replicas: {ranks} ranks")
+        for tokens in (128, options.tokens):
+            yield from replica_choices(ranks, options.seeds, tokens)
+
+
+def _reroute(options: BalanceOptions, on_progress: Callable[[str], None]) -> Iterator[Case]:
+    from crossdock.bench.balance_reroute import exchange_times, reroute_times  # need torch
+
+    on_progress("rerouting by quota")
+    yield from reroute_times(options.ranks, options.repeats)
+    yield from exchange_times(options.repeats)
+
+
+def _drift(options: BalanceOptions, on_progress: Callable[[str], None]) -> Iterator[Case]:
+    for ranks in options.ranks:
+        for drift in (0.1, 0.2):
+            on_progress(f"drifting loads: {ranks} ranks, {drift:g} a window")
+            tokens = options.tokens * ranks * TOP_K
+            loads = drifting_loads(options.layers, EXPERTS, options.windows + 1, drift, tokens)
+            yield from drifting({"loads": f"drift {drift:g}"}, loads, ranks, ranks * REDUNDANT)
 
 
 def report(options: BalanceOptions, cases: Sequence[Case], command: str) -> Report:

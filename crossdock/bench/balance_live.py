@@ -50,12 +50,13 @@ class LiveOptions:
 @dataclass(frozen=True)
 class Load:
     """One run of the load. `gaps`: (end, seconds) of each inter-token gap, from when the balancer
-    looks on, or would."""
+    looks on, or would. `again`: requests that were asked a second time, or more."""
 
     tokens: int
     seconds: float
     gaps: tuple[tuple[float, float], ...]
     failed: int
+    again: int
 
     @property
     def rate(self) -> float:
@@ -219,7 +220,8 @@ def _run(
         if earlier >= since
         for _ in range(count)
     ]
-    return Load(came, seconds, tuple(gaps), sum(reason != "length" for reason in reasons))
+    failed = sum(reason != "length" for reason in reasons)
+    return Load(came, seconds, tuple(gaps), failed, len(arrivals) - len(prompts))
 
 
 def _prompts(options: LiveOptions, vocab: int) -> list[list[int]]:
@@ -261,6 +263,9 @@ def report(run: LiveRun, command: str) -> Report:
             "moving": "gaps that fall into the move, and the load in which it was; planning: into "
             "the planning before it, in a process of its own",
             "auto": "the placement that the automatic mode moved to",
+            "live_asked_again": "while experts moved: gaps beside their prompts are among the "
+            "move's",
+            "live_time_left": "of the experts' time, as planned",
         },
     }
     return Report(command, run.device, tuple(cases), notes)
@@ -330,6 +335,8 @@ def _moves(run: LiveRun, shape: dict[str, Any]) -> list[Case]:
         ("live_expert_share", [100 * r.share for r in run.rounds], "%", "lower"),
         ("live_move_seconds", [r.outcome.seconds for r in run.rounds], "s", "lower"),
         ("live_moved", [r.outcome.moved_bytes / 2**20 for r in run.rounds], "MiB", "lower"),
+        ("live_asked_again", [float(r.moving.again) for r in run.rounds], "requests", "lower"),
+        ("live_time_left", [100 * p.left for p in plans], "%", "lower"),
     )  # fmt: skip
     cases = [case_of(name, v, unit, better, shape) for name, v, unit, better in figures]
     failed = [float(r.off.failed + r.moving.failed + r.auto.failed) for r in run.rounds]

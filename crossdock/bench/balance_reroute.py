@@ -48,10 +48,11 @@ def reroute_times(ranks: Sequence[int], repeats: int) -> list[Case]:
             if on_gpu:
                 works[PLANNING, size, tokens] = work_of(_planning(step))
     times = meter.measure(works, repeats, 10)
+    device = torch.cuda.get_device_name(world.device) if on_gpu else "cpu"
     cases = []
     for (name, size, tokens), by_kind in times.items():
         values = by_kind["graph" if on_gpu else "eager"]
-        shape = {"ranks": size, "tokens": tokens, "device": world.device.type}
+        shape = {"ranks": size, "tokens": tokens, "device": device}
         target = MOST_US if on_gpu and size == 64 and name == WHOLE else None
         cases.append(case_of(name, values, "us", "lower", shape, target=target))
     return cases
@@ -66,7 +67,7 @@ def exchange_times(repeats: int) -> list[Case]:
         ranks = Ranks("crossdock.bench.balance_counts_rank", gpus, "cuda", {}, stack)
         answers = ranks.ask({"experts": EXPERTS, "turns": repeats, "reps": 10})
     values = [us for answer in answers for us in answer["graph"]]
-    shape = {"ranks": gpus, "tokens": "", "device": "cuda"}
+    shape = {"ranks": gpus, "tokens": "", "device": torch.cuda.get_device_name()}
     return [case_of("counts_exchange", values, "us", "lower", shape)]
 
 

@@ -32,6 +32,13 @@ def balance(
         str | None,
         typer.Option(help="Record this model's routing and plan for it too. [default: made loads]"),
     ] = None,
+    measure: Annotated[
+        str | None,
+        typer.Option(
+            help="Of made loads, some of planning, small, generator, choice, reroute, drift. "
+            "[default: all]"
+        ),
+    ] = None,
     live: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +87,13 @@ def balance(
         if bench.EXPERTS % count:
             raise ConfigError(f"--ranks {count}: expected a divisor of {bench.EXPERTS}")
     options = bench.BalanceOptions(
-        ranks=counts, seeds=seeds, tokens=tokens, windows=windows, repeats=repeats, model=model
+        ranks=counts,
+        seeds=seeds,
+        tokens=tokens,
+        windows=windows,
+        repeats=repeats,
+        model=model,
+        measure=bench.MEASURES if measure is None else tuple(measure.split(",")),
     )
     output = output_of(ctx)
     with output.stages() as on_progress:

@@ -1,6 +1,7 @@
 """`bench balance`: what its figures are computed from, on small cases."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +13,7 @@ from crossdock.bench import balance as bench
 from crossdock.bench.balance_loads import drifting_loads
 from crossdock.bench.balance_table import render
 from crossdock.bench.report import write_document
+from crossdock.core import ConfigError
 
 
 def named(cases, name, **shape):
@@ -44,6 +46,17 @@ def test_a_whole_run(tmp_path):
     for policy in POLICIES:
         assert policy in shown
     assert any("16 ranks" in line for line in said)
+
+
+def test_a_part_of_it_is_measured_alone():
+    options = bench.BalanceOptions(
+        (8,), seeds=1, tokens=16, repeats=1, measure=("small", "reroute")
+    )
+    said = []
+    names = {case.name for case in bench.run_balance(options, said.append)}
+    assert names == {"small_fullest_rank", "reroute"} and len(said) == 2
+    with pytest.raises(ConfigError, match="--measure 'rerout': expected some of planning, small"):
+        bench.run_balance(replace(options, measure=("small", "rerout")), said.append)
 
 
 def test_small_cases_name_the_optimum_and_nothing_equal_beats_it():
