@@ -69,6 +69,7 @@ class Rebalancer:
         self._tasks: list[_Task] = []
         self._done = self._sent = self._ready = self._free = 0
         self._copy = self._offset = self._moved = 0
+        self._examining = False
         self._started = 0.0
 
     @property
@@ -149,9 +150,12 @@ class Rebalancer:
         if self._done == len(self._tasks):
             return self._end(None)
         if self._ready == self._done < min(row[1] for row in rows):
-            task = self._tasks[self._done]
-            whole = all(self.copies.intact(place) for place, _ in task.arriving)
-            self._ready = self._done + 1 if whole else _FAILED
+            if not self._examining:
+                self.copies.examine([place for place, _ in self._tasks[self._done].arriving])
+                self._examining = True
+            intact = self.copies.intact()
+            if intact is not None:
+                self._ready = self._done + 1 if intact else _FAILED
         elif self._sent == self._done <= min(row[3] for row in rows):
             self._send(self._tasks[self._done])
         return None
@@ -201,6 +205,7 @@ class Rebalancer:
 
     def _begin_layer(self) -> None:
         self._copy = self._offset = 0
+        self._examining = False
 
     def _end(self, error: str | None) -> Ended:
         assert self._target is not None

@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crossdock.kernels.host_copy import copy_from_host
+
 SWEEPS = 2
 """As in `balance.reroute`."""
 WAVE = 16
@@ -53,8 +55,8 @@ class Copies:
     def load(self, slot_ER: np.ndarray) -> None:
         """Between steps."""
         waves_EL, num_waves = waves_of(slot_ER >= 0)
-        self.slot_ER.copy_(torch.from_numpy(slot_ER))
-        self.waves_EL.copy_(torch.from_numpy(waves_EL))
+        copy_from_host(self.slot_ER, slot_ER)
+        copy_from_host(self.waves_EL, waves_EL)
         self.num_waves.fill_(num_waves)
 
 

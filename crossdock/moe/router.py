@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from crossdock.core import MoESpec, Placement, Routing, parse_routing
+from crossdock.kernels.host_copy import copy_from_host
 from crossdock.moe.capacity import keep_heaviest, limit_of
 from crossdock.moe.context import MoEContext, MoEWeights
 from crossdock.moe.quota import QuotaMap
@@ -248,8 +249,8 @@ class SlotMap:
             raise ValueError(f"placement {placement.epoch} has another number of experts or slots")
         if self._near:
             slots_EM, count_E = self._nearest(slots_EM, count_E, placement.slots_per_rank)
-        self.slots_EM[:, : slots_EM.shape[1]].copy_(torch.from_numpy(slots_EM))
-        self.count_E.copy_(torch.from_numpy(count_E))
+        copy_from_host(self.slots_EM[:, : slots_EM.shape[1]], slots_EM)
+        copy_from_host(self.count_E, count_E)
 
     def _nearest(
         self, slots_EM: np.ndarray, count_E: np.ndarray, slots_per_rank: int
