@@ -67,7 +67,7 @@ def gpu_parts(gpus: int) -> tuple[Part, ...]:
     if gpus >= LARGE_FROM:
         large = ("engine", LARGE, *count, *loads, "--quantize", "fp8", "--repeats", "1")
         parts.append(Part(f"engine-{LARGE}", large, 0.6))
-    live = ("--requests", str(128 * gpus), "--lengths", "256:128", "--rounds", "2")
+    live = ("--requests", str(128 * gpus), "--lengths", "256:768", "--rounds", "2")
     parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 0.6, ZIPF))
     steps = ("--repeats", "5", "--steps", "4")
     for model in MODELS:
