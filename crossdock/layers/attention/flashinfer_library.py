@@ -1,6 +1,7 @@
 """Whether FlashInfer (arXiv 2501.01005; the `flashinfer` extra) has kernels for a model on this
 GPU, and those kernels, compiled."""
 
+import logging
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 
 from crossdock.core import GQASpec, MLASpec
+
+log = logging.getLogger(__name__)
 
 VERSIONS = "0.6."
 """Others lay out their work with other arguments, or leave more to the caller."""
@@ -88,4 +91,6 @@ def _compile(spec: GQASpec | MLASpec, dtype: torch.dtype) -> None:
             "fa3", *types, spec.head_dim, spec.head_dim, pos_encoding_mode=0,
             use_sliding_window=False, use_logits_soft_cap=False, use_fp16_qk_reduction=False,
         )  # fmt: skip
+    if not (module.is_aot or module.is_compiled):
+        log.warning("FlashInfer's %s is compiled now: minutes, once", module.name)
     module.build_and_load()
