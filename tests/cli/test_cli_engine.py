@@ -219,5 +219,7 @@ def test_bench_steps(checkpoint, tmp_path):
     assert {"4 decodes at 64: tbo", "24 tokens of prompts: sbo"} <= {v for _, v in cases}
     moe = cases["layer_time", "4 decodes at 64: moe layer"]["parts_ms"]
     assert {"attention", "dispatch", "experts", "combine"} <= moe.keys()
-    (grow,) = [c["experts_bytes_grow"] for c in cases.values() if "experts_bytes_grow" in c]
+    (grow,) = {c["experts_bytes_grow"] for c in cases.values() if "experts_bytes_grow" in c}
     assert 1 <= grow <= 2  # one rank holds all experts, of which 4 tokens may not use every one
+    off = cases["one_rank_off_expected", "one rank, off its further bytes at copy speed"]
+    assert off["experts_bytes_alone"] == pytest.approx(grow * off["experts_bytes"])
