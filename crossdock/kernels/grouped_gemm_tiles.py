@@ -62,7 +62,7 @@ MASKED_FP8: tuple[tuple[int, Tile], ...] = (
 # Few rows are bound by reading the weights, which the portable kernel does as fast.
 HOPPER_MASKED_FP8: tuple[tuple[int, Tile | HopperTile], ...] = (*_FEW_FP8, (128, HopperTile()))
 # Few rows: many slots may be without any, whose weights are not worth asking for.
-# At 604 MB of Qwen3's experts and 554 of DeepSeek-V2-Lite's: 3.4 TB/s at 96 rows a slot, 4.1 at 12.
+# At 604 MB of Qwen3's experts and 554 of DeepSeek-V2-Lite's: 3.4 TB/s at 96 rows a slot, 4.0 at 12.
 # Beginning early (programmatic dependent launch) and asking L2 for weights ahead gained nothing.
 MASKED_GATED_BF16 = (
     (16, MaskedTile(bm=16, bo=64, bk=64, warps=4, stages=5, more=64, more_stages=4)),

@@ -12,11 +12,13 @@ from crossdock.kernels import grouped_gemm_bf16 as bf16
 from crossdock.kernels import grouped_gemm_fp8 as gemm
 from crossdock.kernels import grouped_gemm_tiles as tiles
 from crossdock.kernels import quant
+from crossdock.kernels.masked_gemm_bf16 import masked_gated_bf16, masked_gemm_bf16
 from crossdock.kernels.swiglu import swiglu_twin
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
+HIDDEN, CAPACITY = 2048, 300
 GROUPED = [None, tiles.GROUPED_FP8]
 MASKED = [tiles.HopperTile(), *(tile for _, tile in tiles.MASKED_FP8)]
 # Width 7168 is 56 blocks and 2048 is 16; outputs that are no multiple of 256, nor of 128.
@@ -155,3 +157,64 @@ def test_a_graph_replays_with_new_counts_and_rows() -> None:
         want = layouts.masked_gemm_twin(rows, quant.dequantise_weights(w, w_scale), counts_S)
         assert worst_row(got[here], want[here]) < 6e-3
         assert got[~here].isnan().all()  # nothing is written beyond the counts
+
+
+def bf16_weights(slots: int, out: int, width: int) -> Tensor:
+    return (torch.randn(slots, out, width, device=CUDA) * width**-0.5).bfloat16()
+
+
+@pytest.mark.parametrize("counts", [[16, 0, 1, 300], [0, 0, 0, 0], [33, 64, 65, 129]], ids=str)
+@pytest.mark.parametrize("expected", [16, 32, 64, 128])
+@pytest.mark.parametrize("width", [768, 1408, 580])
+def test_masked_bf16(width: int, expected: int, counts: list[int]) -> None:
+    """580: no multiple of a tile."""
+    counts_S = torch.tensor(counts, dtype=torch.int32, device=CUDA)
+    here = torch.arange(CAPACITY, device=CUDA) < counts_S[:, None]
+    x = torch.randn(4, CAPACITY, HIDDEN, device=CUDA).bfloat16()
+    x[~here] = float("nan")
+    w = bf16_weights(4, 2 * width, HIDDEN)
+    full = layouts.masked_gemm_twin(x.float(), w.float(), counts_S)
+    poison()
+    got = masked_gemm_bf16(x, w, counts_S, expected)
+    assert worst_row(got[here], full[here]) < 6e-3
+    poison()
+    gated = masked_gated_bf16(x, w, counts_S, expected)
+    assert worst_row(gated[here], swiglu_twin(full)[here]) < 6e-3
+
+
+def test_masked_bf16_layers_replay_with_new_counts_rows_and_weights() -> None:
+    """One product after the other, as a step has them."""
+    slots, width = 64, 768
+    x = torch.zeros(slots, CAPACITY, HIDDEN, device=CUDA, dtype=torch.bfloat16)
+    counts_S = torch.zeros(slots, device=CUDA, dtype=torch.int32)
+    rows_S = torch.zeros(slots, device=CUDA, dtype=torch.int64)
+    gate_up, down = bf16_weights(slots, 2 * width, HIDDEN), bf16_weights(slots, HIDDEN, width)
+
+    def layers() -> Tensor:
+        rows = x
+        for _ in range(3):
+            gated = masked_gated_bf16(rows, gate_up, counts_S, 32, rows_S)
+            rows = masked_gemm_bf16(gated, down, counts_S, 32)
+        return rows
+
+    layers()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = layers()
+    for most in (20, 100, 3):
+        counts_S.copy_(torch.randint(0, most, (slots,), dtype=torch.int32))
+        x.normal_()
+        gate_up.copy_(bf16_weights(slots, 2 * width, HIDDEN))
+        got.fill_(float("nan"))
+        rows_S.zero_()
+        graph.replay()
+        assert torch.equal(rows_S, 3 * counts_S.long())
+        here = torch.arange(CAPACITY, device=CUDA) < counts_S[:, None]
+        want = x.float()
+        for _ in range(3):
+            gated = swiglu_twin(layouts.masked_gemm_twin(want, gate_up.float(), counts_S))
+            want = layouts.masked_gemm_twin(gated.bfloat16().float(), down.float(), counts_S)
+            want = want.bfloat16().float()
+        assert worst_row(got[here], want[here]) < 5e-2
+        assert got[~here].isnan().all()
