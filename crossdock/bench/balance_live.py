@@ -29,6 +29,8 @@ MOST_RISE = 1.1
 """p99 of inter-token latency while experts move, over what it was."""
 MOST_OFF = 5.0
 """Points between the throughput gained and what the predicted balancedness says."""
+RECORDED = 4
+"""Of an answer, the part in which it shows which experts are popular: one in so many tokens."""
 MOVE_AT = 1 / 3
 """Of a load's tokens, when the balancer looks."""
 
@@ -111,7 +113,7 @@ def run_live(options: LiveOptions, on_progress: Callable[[str], None]) -> LiveRu
         on_progress("recording the routing")
         prompts = _prompts(options, llm.client.spec.vocab_size)
         llm.client.recording.start()
-        _run(llm, prompts, options.output_len)
+        _run(llm, prompts, max(1, options.output_len // RECORDED))
         window = llm.client.recording.dump()["windows"][0]
         bad_LP = crowded(np.array(window["tokens"]), llm.client.placement.slot_expert_LP.shape[1])
         rounds = []

@@ -141,7 +141,8 @@ class _Session:
         try:
             with ExitStack() as stack:
                 child = self._start(variant, stack)
-                if self._options.anchors and self.ran[variant].starts[0].compiled:
+                cold = self.ran[variant].starts[0].compiled > 0
+                if self._options.anchors and cold and not self._options.quick:
                     stack.close()  # it was a cold start; now one with the kernels it left
                     child = self._start(variant, stack)
                 self._warm(variant, child)

@@ -62,13 +62,13 @@ def gpu_parts(gpus: int) -> tuple[Part, ...]:
     ]
     loads = ("--anchors", "prefill,decode-256")
     for model in MODELS:
-        compared = ("engine", model, *count, *loads, "--compare", "overlap=off", "--repeats", "2")
-        parts.append(Part(f"engine-{model}", compared, 0.5))
+        compared = ("--compare", "overlap=off", "--repeats", "2", "--quick")
+        parts.append(Part(f"engine-{model}", ("engine", model, *count, *loads, *compared), 0.45))
     if gpus >= LARGE_FROM:
-        large = ("engine", LARGE, *count, *loads, "--quantize", "fp8", "--repeats", "1")
-        parts.append(Part(f"engine-{LARGE}", large, 0.6))
-    live = ("--requests", str(128 * gpus), "--lengths", "256:768", "--rounds", "2")
-    parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 0.6, ZIPF))
+        once = ("--quantize", "fp8", "--repeats", "1", "--quick")
+        parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.55))
+    live = ("--requests", str(128 * gpus), "--lengths", "256:640", "--rounds", "2")
+    parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 1.0, ZIPF))
     steps = ("--repeats", "5", "--steps", "4")
     for model in MODELS:
         what = ("--measure", "overlap,mixed,memory" + ",ranks" * (gpus > 1))

@@ -62,12 +62,20 @@ class Placement:
         return self.slot_expert_LP[layer, rank * s : (rank + 1) * s]
 
     def replicas(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(slots_EM, count_E)`: the slots of each expert, padded with its first, and how many."""
-        slots = [np.flatnonzero(self.slot_expert_LP[layer] == e) for e in range(self.num_experts)]
-        count_E = np.array([len(s) for s in slots])
+        """`(slots_EM, count_E)`: the slots of each expert in order, and how many; rows are filled up
+        by going through them again.
+
+        Raises:
+            ValueError: an expert has no slot.
+        """
+        held_P = self.slot_expert_LP[layer]
+        by_expert = np.argsort(held_P, kind="stable")[np.count_nonzero(held_P < 0) :]
+        count_E = np.bincount(held_P[by_expert], minlength=self.num_experts)
         if not count_E.all():
             raise ValueError(f"layer {layer}: expert {int(count_E.argmin())} has no slot")
-        slots_EM = np.array([np.resize(s, count_E.max()) for s in slots])
+        first_E = np.cumsum(count_E) - count_E
+        turn_EM = np.arange(count_E.max()) % count_E[:, None]
+        slots_EM = by_expert[first_E[:, None] + turn_EM]
         return slots_EM, count_E
 
 

@@ -1,5 +1,6 @@
 """The Python face over real rank processes, with the demo model."""
 
+import gc
 import os
 import random
 import signal
@@ -130,6 +131,10 @@ def test_shared_prefixes_are_cached_on_one_rank(llm: LLM) -> None:
     llm.generate([[*prefix, 7]], GREEDY)
     again = llm.generate([[*prefix, 8, 9]], GREEDY)[0]
     assert again.metrics.num_cached_tokens == 80
+
+
+def test_libraries_are_left_out_of_garbage_collection(llm: LLM) -> None:
+    assert gc.get_freeze_count() > 100_000  # torch and transformers hold more
 
 
 def test_idle_ranks_use_no_processor(llm: LLM) -> None:
