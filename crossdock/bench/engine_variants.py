@@ -25,8 +25,8 @@ class EngineOptions:
 
     `overlap`: modes to compare. `compare`: as `parse_compared` gives it; engines that differ from
     the first in that alone. `anchors`: names of loads of `recipes/anchors.toml`, or "all", in place
-    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `quick`: every engine
-    starts once, so not again after a cold start, and not the first at the end. `trace`: where a
+    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `quick`: all engines
+    start once, so not again after a cold start, and not the first at the end. `trace`: where a
     timeline of the first variant's first steps goes. `settings`: further fields of `EngineConfig`.
     `target`: the ratio to reach, to transformers if that runs too, else to the first of ours.
     """

@@ -41,6 +41,15 @@ EXPERT_TARGETS = {
 }
 """TFLOP/s and TB/s by what, layout, slots and rows of each."""
 
+ATTENTION_TFLOPS = {"decode:mla-128:128x4096": 474.0}
+"""60% of the BF16 roof, which binds so many heads on one latent."""
+KV_READ_SHARES = {
+    "decode:gqa-32/4:128x4096": 70.0,
+    "decode:mla-16:128x4096": 70.0,
+    "decode:mla-32:128x4096": 70.0,
+}
+"""Percent of a copy's speed at which decodes read keys and values."""
+
 WEIGHTS_BPS = 4.3e12
 """A copy's bytes per second on an H200, read and written."""
 MOE_TARGETS = {

@@ -192,6 +192,38 @@ def experts(
     finish(report.document(), render(report), out, output)
 
 
+def attention(
+    ctx: typer.Context,
+    shapes: Annotated[
+        str | None,
+        typer.Option(
+            help="ROWS:KIND:SEQUENCESxLENGTH, a list; ROWS decode or prompt, KIND mla-HEADS or "
+            "gqa-HEADS/KV. [decode:gqa-32/4:128x4096,..., prompt:mla-16:4x2048]"
+        ),
+    ] = None,
+    page_size: Annotated[int, typer.Option(min=1, help="Tokens of a page.")] = 16,
+    products: Annotated[int, typer.Option("--products", min=1, help="Of each turn.")] = 5,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 15,
+    device: Device = None,
+    out: OutFile = None,
+    json: JsonFlag = False,
+) -> None:
+    """Attention without its projections, on one GPU: our kernels over a BF16 and an FP8 cache, and
+    FlashInfer's."""
+    from crossdock.bench import attention as bench
+    from crossdock.bench.case_table import render
+    from crossdock.bench.ranks import choose_ranks
+
+    _, kind = choose_ranks(1, device, on_cpu=1)
+    chosen = bench.parse_shapes(shapes or bench.SHAPES)
+    options = bench.AttentionOptions(kind, chosen, page_size, products, repeats)
+    output = output_of(ctx)
+    with output.stages() as on_progress:
+        run = bench.run_attention(options, on_progress)
+    report = bench.report(run, command_line())
+    finish(report.document(), render(report), out, output)
+
+
 def moe(
     ctx: typer.Context,
     ranks: Annotated[

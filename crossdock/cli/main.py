@@ -60,6 +60,7 @@ def build_app() -> typer.Typer:
     benches.command("engine")(bench_engine.engine)
     benches.command("serve")(bench.serve)
     benches.command("comm")(bench.comm)
+    benches.command("attention")(bench.attention)
     benches.command("experts")(bench.experts)
     benches.command("moe")(bench.moe)
     benches.command("balance")(bench_balance.balance)

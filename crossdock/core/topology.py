@@ -62,8 +62,8 @@ class Placement:
         return self.slot_expert_LP[layer, rank * s : (rank + 1) * s]
 
     def replicas(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """`(slots_EM, count_E)`: the slots of each expert in order, and how many; rows are filled up
-        by going through them again.
+        """`(slots_EM, count_E)`: the slots of each expert in order, gone through again where others
+        have more, and how many.
 
         Raises:
             ValueError: an expert has no slot.

@@ -19,7 +19,7 @@ class Traces:
         self._changed = threading.Condition()
         self._id, self._under_way = 0, False
         self._got: dict[int, Traced] = {}
-        self._closed = False
+        self._cut = self._closed = False
 
     def record(self, steps: int, timeout: float) -> list[Traced]:
         """`start` and `result`."""
@@ -33,20 +33,22 @@ class Traces:
             if self._under_way:
                 raise Busy("steps are being traced already; ask again when that has ended")
             self._id += 1
-            self._got, self._under_way = {}, True
+            self._got, self._under_way, self._cut = {}, True, False
             self._broadcast(Trace(self._id, steps))
 
     def result(self, timeout: float) -> list[Traced]:
-        """Of every rank; with fewer steps, or none, if no more ran within `timeout` seconds.
+        """Of every rank; with fewer steps, or none, if no more ran within `timeout` seconds, or
+        until `finish`.
 
         Raises:
             CrossdockError: the engine ended, or a rank does not answer.
         """
         with self._changed:
             try:
-                if not self._wait(timeout):
+                self._changed.wait_for(lambda: self._cut or self._ended, timeout)
+                if not self._ended:
                     self._broadcast(Trace(self._id, 0))
-                    self._wait(_GIVE_UP_S)
+                    self._changed.wait_for(lambda: self._ended, _GIVE_UP_S)
                 if self._closed:
                     raise CrossdockError("the engine ended while its steps were traced")
                 if missing := sorted(set(range(self._ranks)) - set(self._got)):
@@ -61,12 +63,17 @@ class Traces:
                 self._got[message.rank] = message
                 self._changed.notify_all()
 
+    def finish(self) -> None:
+        """A trace that is under way ends with the steps that have run."""
+        with self._changed:
+            self._cut = True
+            self._changed.notify_all()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def _wait(self, timeout: float) -> bool:
-        return self._changed.wait_for(
-            lambda: self._closed or len(self._got) == self._ranks, timeout
-        )
+    @property
+    def _ended(self) -> bool:
+        return self._closed or len(self._got) == self._ranks

@@ -1,10 +1,13 @@
-"""A tokenizer for models that have none: token i < 256 is byte i, the others have no text."""
+"""A tokenizer for models that have none: token i < 256 is byte i, all others show as one character,
+so that a stream of tokens is one of text."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from crossdock.models.tokenizer_files import check_text, no_chat_template
+
+_OTHER = "\N{WHITE SQUARE}".encode()
 
 
 class ByteTokenizer:
@@ -28,7 +31,7 @@ class ByteTokenizer:
         raise no_chat_template(Path("a model without a tokenizer"))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return bytes([token_id]) if 0 <= token_id < 256 else b""
+        return bytes([token_id]) if 0 <= token_id < 256 else _OTHER
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")

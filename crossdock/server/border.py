@@ -111,6 +111,10 @@ class Traces(Protocol):
         under way."""
         ...
 
+    def finish(self) -> None:
+        """One that is under way ends with the steps that have run."""
+        ...
+
 
 class EngineClient(Protocol):
     """Thread-safe; `on_update` is called from the client's own threads."""

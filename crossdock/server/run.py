@@ -124,6 +124,8 @@ class Server(uvicorn.Server):
         end_at = time.monotonic() + limit_s
         self._end_at = end_at if self._end_at is None else min(self._end_at, end_at)
         self.service.draining = True
+        if self.service.client is not None:
+            self.service.client.traces.finish()  # it may wait for steps that do not come any more
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -15,13 +15,13 @@ async def trace(client: EngineClient, body: TraceBody) -> Response:
 
     Raises:
         Busy: a trace is under way.
-        ApiError: 409 if no step ran in time.
+        ApiError: 409 if no step ran in time, or until the server was told to end.
     """
     traces = await asyncio.to_thread(client.traces.record, body.steps, body.timeout_s)
     if not any(trace.intervals for trace in traces):
         raise ApiError(
             409,
-            f"no step ran within {body.timeout_s:g} s; send requests while it traces",
+            f"no step ran while it traced, {body.timeout_s:g} s at most; send requests meanwhile",
             "timeout_s",
             code="idle",
         )

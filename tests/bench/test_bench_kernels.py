@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdock.bench import comm_gpus, experts, moe
+from crossdock.bench import attention, comm_gpus, experts, moe
 from crossdock.bench.comm_case import KNOWN, LINK, OTHER_FORMS, OURS, CommCase, draw
 from crossdock.bench.comm_check import check_case
 from crossdock.bench.comm_deepep import find_deep_ep
@@ -201,6 +201,60 @@ def test_shapes_of_experts():
     for text in ("", "masked", "masked:8", "rows:8x1", "masked:0x1", "masked:8x1,"):
         with pytest.raises(ConfigError, match="--shapes"):
             experts.parse_shapes(text)
+
+
+TINY = "decode:gqa-4/2:3x40,decode:mla-2:2x20,prompt:gqa-4/2:2x20,prompt:mla-2:2x20"
+
+
+def test_attention_in_the_interpreter():
+    options = attention.AttentionOptions("cpu", attention.parse_shapes(TINY), reps=1, turns=1)
+    run = attention.run_attention(options)
+    cases = attention.report(run, "cmd").cases
+    found = {(c.name, c.shape["variant"]): c for c in cases}
+    ours = found["arithmetic", "Triton, decode:gqa-4/2:3x40"]
+    assert ours.median == pytest.approx(4 * 128 * 4 * 3 * 40 / ours.more["us"] / 1e6)
+    read = found["kv_read", f"{attention.FP8}, decode:mla-2:2x20"]
+    fp8 = found["arithmetic", f"{attention.FP8}, decode:mla-2:2x20"]
+    assert read.median == pytest.approx(2 * 20 * (576 + 8) / fp8.more["us"] / 1e6)
+    errors = {v: c.median for (name, v), c in found.items() if name == "error"}
+    assert len(errors) == 7 and max(e for v, e in errors.items() if "FP8" not in v) < 5e-3
+    assert all(0.01 < e < 0.05 for v, e in errors.items() if "FP8" in v)
+    assert not [c for c in cases if c.target is not None]
+    refused = attention.report(run, "cmd").notes["refused"]
+    assert "need a GPU" in refused["decode:mla-2:2x20"]["FlashInfer"]
+    assert "Triton" in refused["prompt:mla-2:2x20"]["FlashInfer"]
+
+
+def test_figures_asked_of_attention():
+    many, few = attention.parse_shapes("decode:mla-128:128x4096,decode:gqa-32/4:128x4096")
+    us = {"Triton": [500.0], "FlashInfer": [280.0], attention.FP8: [400.0], attention.COPY: [500.0]}
+    times = {who: {"eager": [2 * v for v in values], "graph": values} for who, values in us.items()}
+    errors = dict.fromkeys(us, 1e-3)
+    measured = attention.Measured(times, errors, errors, {})
+    options = attention.AttentionOptions("cuda", (many, few))
+    run = attention.AttentionRun(options, "NVIDIA H200", 2 << 30, {many: measured, few: measured})
+    cases = attention.report(run, "cmd").cases
+    found = {(c.name, c.shape["variant"]): c for c in cases}
+    theirs = found["arithmetic", f"FlashInfer, {many}"]
+    assert theirs.median == pytest.approx(2 * 1088 * 128 * 128 * 4096 / 280e-6 / 1e12)
+    assert (theirs.target, theirs.reached) == (474.0, True)
+    assert theirs.against["Triton"] == pytest.approx(2 * 1088 * 128 * 128 * 4096 / 500e-6 / 1e12)
+    assert found["arithmetic", f"Triton, {many}"].reached is False
+    share = found["kv_read_share", f"Triton, {few}"]
+    assert share.median == pytest.approx(100 * (128 * 4096 * 2048 / 500) / (2**31 / 500))
+    assert (share.target, share.reached) == (70.0, False)
+    assert found["kv_read_share", f"Triton, {many}"].target is None
+    assert found["kv_read_share", f"{attention.FP8}, {few}"].target is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "decode", "decode:gqa-4:1x1", "decode:mla-4/2:1x1", "decode:gqa-4/3:1x1",
+     "both:mla-4:1x1", "decode:mha-4/4:1x1", "prompt:mla-4:0x1", "prompt:mla-4:1x1,"],
+)  # fmt: skip
+def test_shapes_of_attention_that_are_none(text):
+    with pytest.raises(ConfigError, match="--shapes"):
+        attention.parse_shapes(text)
 
 
 def test_moe_report():

@@ -55,6 +55,19 @@ def test_a_trace_that_takes_too_long_is_given_up(sent, monkeypatch):
     assert answers == [part]
 
 
+def test_a_trace_ends_early_with_what_has_run_when_told_to(sent):
+    traces = Traces(1, sent.put)
+    traces.finish()  # of one that ended long ago
+    thread, answers = asked(traces, 5, 600)
+    assert sent.get(timeout=60) == Trace(1, 5)
+    traces.finish()
+    assert sent.get(timeout=60) == Trace(1, 0)
+    part = Traced(0, 1, ((4, "experts", 1, 2),))
+    traces.ended(part)
+    thread.join(60)
+    assert answers == [[part]]
+
+
 def test_a_rank_that_does_not_answer_is_named(sent, monkeypatch):
     monkeypatch.setattr("crossdock.launch.traces._GIVE_UP_S", 0.01)
     traces = Traces(3, sent.put)

@@ -8,6 +8,8 @@ import torch
 from crossdock import LLM, SamplingParams
 from crossdock.core import ConfigError, EngineConfig, parse_routing
 from crossdock.launch.start import find_model, find_tokenizer
+from crossdock.models.byte_tokenizer import ByteTokenizer
+from crossdock.models.detokenizer import Detokenizer
 from crossdock.models.dummy import DummyWeights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -82,3 +84,11 @@ def test_what_cannot_be_is_refused(tiny):
             parse_routing(text)
     with pytest.raises(ConfigError, match="layers 9 is more than the model's 3"):
         LLM(str(tiny), load="dummy", layers=9)
+
+
+def test_every_token_of_a_model_without_a_tokenizer_shows():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("a\u00e9") == [97, 195, 169]
+    assert tokenizer.decode([97, 195, 169, 256, 102399]) == "a\u00e9\u25a1\u25a1"
+    shown = Detokenizer(tokenizer)
+    assert [shown.push([token]) for token in (256, 98, 5000)] == ["\u25a1", "b", "\u25a1"]

@@ -142,9 +142,13 @@ class FakeTraces:
 
     def __init__(self) -> None:
         self.act: Callable[[int, float], list[Traced]] = lambda steps, timeout: []
+        self.finished = threading.Event()
 
     def record(self, steps: int, timeout: float) -> list[Traced]:
         return self.act(steps, timeout)
+
+    def finish(self) -> None:
+        self.finished.set()
 
 
 @dataclass

@@ -84,6 +84,29 @@ def test_drain_has_a_limit(serve, fakes):
         assert not server.thread.is_alive() and server.server.exit_code == 0
 
 
+def test_a_trace_does_not_hold_up_the_end(serve, fakes):
+    client, begun, codes = fakes.Client(), threading.Event(), []
+
+    def wait_for_steps(steps, timeout):
+        begun.set()
+        assert client.traces.finished.wait(60)
+        return []
+
+    client.traces.act = wait_for_steps
+    with serve(client) as server:
+
+        def ask():
+            codes.append(server.http.post("/v1/trace", json={}).status_code)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert begun.wait(60)
+        server.server.drain(60)
+        asking.join(60)
+        server.thread.join(60)
+        assert codes == [409] and server.server.exit_code == 0
+
+
 def test_a_taken_port_is_the_users_error():
     with claim_port("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
