@@ -1,5 +1,5 @@
-"""`bench attention`: attention without its projections, by whoever can: our kernels over a BF16 and an
-FP8 cache, and FlashInfer's."""
+"""`bench attention`: attention without its projections, by whoever can: our kernels over a BF16 and
+an FP8 cache, and FlashInfer's."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -142,7 +142,8 @@ def run_attention(
 
 
 METHOD = (
-    "Median and quartiles of graph replays (of several repetitions, flushes of L2 subtracted). "
+    "Median and quartiles of graph replays (of several repetitions, flushes of L2 subtracted; the "
+    "copy eagerly). "
     "kv_read: bytes of what is cached, scales included, over the time; kv_read_share: of the rate "
     "of a large copy, read and written, measured in the same turns. Decodes of MLA work on the "
     "latents, prompts on expanded keys and values. error: of all rows, norm of the difference to "

@@ -12,7 +12,7 @@ from torch import Tensor
 from crossdock.bench.attention import COPY, FP8, LATENT, ROTATED, Shape
 from crossdock.bench.attention_case import Given, draw, quantised, reference
 from crossdock.bench.child import answer_requests
-from crossdock.bench.meter import CudaMeter, HostMeter, Meter, work_of
+from crossdock.bench.meter import CudaMeter, HostMeter, Meter, Work, work_of
 from crossdock.bench.rank_world import join
 from crossdock.comm import World
 from crossdock.core import CrossdockError, RopeSpec
@@ -70,7 +70,9 @@ def run(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
     del wanted
     works = {who: work_of(product) for who, product in products.items()}
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
-    works[COPY] = work_of(partial(torch.empty_like(source).copy_, source))
+    target = torch.empty_like(source)
+    # Not in a graph: there it is left to the copy engines, which reach 2.7 of 4.3 TB/s on an H200.
+    works[COPY] = Work(lambda i: target.copy_(source), graph=False)
     return {
         "times": list(rank.meter.measure(works, turns, reps).items()),
         "errors": errors,
