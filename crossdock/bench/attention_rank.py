@@ -30,9 +30,9 @@ from crossdock.layers.attention.paged_plan import PagedPlanner
 TRITON, FLASHINFER = "Triton", "FlashInfer"
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 """Read by the copy, and as many written, by device."""
-MOST_ERROR = {TRITON: 1e-2, FLASHINFER: 1e-2, FP8: 5e-2}
-"""Norm of the difference to float32 over float32's. BF16 outputs alone are off by some 2e-3; a
-cache in E4M3 is itself off by 2.6e-2."""
+MOST_ERROR = {TRITON: 2e-2, FLASHINFER: 2e-2, FP8: 1e-1}
+"""Of any row, norm of the difference to float32 over float32's. BF16 outputs alone are off by some
+2e-3; a cache in E4M3 is itself off by 2.6e-2."""
 
 Product = Callable[[], Tensor]
 
@@ -143,13 +143,15 @@ def _planned(given: Given, planner: PagedPlanner) -> tuple[Any, float]:
 
 
 def _error(who: str, out: Tensor, wanted: Tensor) -> float:
-    error = float((out.float() - wanted).norm() / wanted.norm())
-    if not error < MOST_ERROR[who]:
+    """Of all rows, after a look at each."""
+    off_T, norm_T = (x.flatten(1).norm(dim=1) for x in (out.float() - wanted, wanted))
+    worst = float((off_T / norm_T).max())
+    if not worst < MOST_ERROR[who]:
         raise CrossdockError(
-            f"{who} differs from float32 by {error:.3g} of its norm, expected less than "
-            f"{MOST_ERROR[who]}"
+            f"{who}: row {int((off_T / norm_T).argmax())} differs from float32 by {worst:.3g} of "
+            f"its norm, expected less than {MOST_ERROR[who]}"
         )
-    return error
+    return float(off_T.norm() / norm_T.norm())
 
 
 def stop(rank: Rank) -> None:
