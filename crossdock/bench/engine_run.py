@@ -142,8 +142,8 @@ class _Session:
             with ExitStack() as stack:
                 child = self._start(variant, stack)
                 cold = self.ran[variant].starts[0].compiled > 0
-                if self._options.anchors and cold and not self._options.quick:
-                    stack.close()  # it was a cold start; now one with the kernels it left
+                if cold and self._options.anchors and not self._options.compare:
+                    stack.close()  # once more with the kernels it left, unless it starts again
                     child = self._start(variant, stack)
                 self._warm(variant, child)
                 for turn in range(self._options.repeats):

@@ -25,8 +25,7 @@ class EngineOptions:
 
     `overlap`: modes to compare. `compare`: as `parse_compared` gives it; engines that differ from
     the first in that alone. `anchors`: names of loads of `recipes/anchors.toml`, or "all", in place
-    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `quick`: all engines
-    start once, so not again after a cold start, and not the first at the end. `trace`: where a
+    of `num_prompts`, `input_len`, `output_len`; `settings` should hold theirs. `trace`: where a
     timeline of the first variant's first steps goes. `settings`: further fields of `EngineConfig`.
     `target`: the ratio to reach, to transformers if that runs too, else to the first of ours.
     """
@@ -45,7 +44,6 @@ class EngineOptions:
     output_len: int = 64
     prompts_file: Path | None = None
     repeats: int = 5
-    quick: bool = False
     target: float | None = None
     trace: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -113,7 +111,7 @@ def variants_of(options: EngineOptions) -> tuple[Variant, ...]:
                 f"give {len(found)}; leave a single one"
             )
         found += list(_compared(found[0], options))
-        found += [] if options.quick else [replace(found[0], again=True)]
+        found.append(replace(found[0], again=True))
     if options.vs_transformers:
         found.append(Variant(0, options.threads[0]))
     if len(set(found)) < len(found):

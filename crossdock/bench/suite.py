@@ -55,19 +55,20 @@ class Outcome:
 def gpu_parts(gpus: int) -> tuple[Part, ...]:
     """The workloads of the figures this project compares itself with, per GPU; `extra` ones: every
     setting of the engine against its default, and what single steps and layers take."""
-    count = ("--ranks", str(gpus))
+    count, large = ("--ranks", str(gpus)), gpus >= LARGE_FROM
+    exchanges = ("comm", *count, "--tokens", "1,32,128,4096", "--repeats", "3" if large else "5")
     parts = [
-        Part("comm", ("comm", *count, "--tokens", "1,32,128,4096", "--repeats", "5"), 0.2),
+        Part("comm", exchanges, 0.2),
         Part("moe", ("moe", *count, "--tokens", "128,4096", "--repeats", "5"), 0.2),
     ]
-    loads = ("--anchors", "prefill,decode-256")
+    loads, turns = ("--anchors", "prefill,decode-256"), "1" if large else "2"
     for model in MODELS:
-        compared = ("--compare", "overlap=off", "--repeats", "2", "--quick")
+        compared = ("--compare", "overlap=off", "--repeats", turns)
         parts.append(Part(f"engine-{model}", ("engine", model, *count, *loads, *compared), 0.45))
-    if gpus >= LARGE_FROM:
-        once = ("--quantize", "fp8", "--repeats", "1", "--quick")
-        parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.55))
-    live = ("--requests", str(128 * gpus), "--lengths", "256:640", "--rounds", "2")
+    if large:
+        once = ("--quantize", "fp8", "--repeats", "1")
+        parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.6))
+    live = ("--requests", str(128 * gpus), "--lengths", "256:640", "--rounds", turns)
     parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 1.0, ZIPF))
     steps = ("--repeats", "5", "--steps", "4")
     for model in MODELS:

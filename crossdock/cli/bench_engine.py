@@ -53,14 +53,6 @@ def engine(
         Path | None, typer.Option(help="A text file, a prompt a line. [default: random tokens]")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 5,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Start each engine once: none again after a cold start of --anchors, and not the "
-            "default again at the end of --compare.",
-        ),
-    ] = False,
     load: Annotated[
         str | None,
         typer.Option(
@@ -123,7 +115,6 @@ def engine(
         output_len=output_len,
         prompts_file=prompts,
         repeats=repeats,
-        quick=quick,
         target=target,
         trace=trace,
         settings=fields,

@@ -169,17 +169,20 @@ def test_a_cold_start_is_told_and_followed_by_one_with_its_kernels(on_two_gpus, 
     assert len(FakeChild.started) == 2
 
 
-def test_quick_starts_each_engine_once(on_two_gpus, monkeypatch):
+def test_compared_engines_start_once_and_the_default_again(on_two_gpus, monkeypatch):
     class Compiles(FakeChild):
         def ask(self, request):
-            (on_two_gpus / str(len(FakeChild.started))).mkdir(parents=True, exist_ok=True)
+            if self.settings is None:
+                eager = request.get("enforce_eager", False)
+                (on_two_gpus / f"kernel{eager}").mkdir(parents=True, exist_ok=True)
             return super().ask(request)
 
     monkeypatch.setattr(engine_run, "Child", Compiles)
-    run = engine_run.run_engines(options(compare=parse_compared("graphs"), repeats=1, quick=True))
-    assert [v.name for v in run.variants] == ["2 ranks, 1 thread", "2 ranks, 1 thread, graphs off"]
-    assert len(FakeChild.started) == 2
-    assert [c.shape["cold"] for c in cases_of(run, "start_to_first_token")] == [True, True]
+    run = engine_run.run_engines(options(compare=parse_compared("graphs"), repeats=1))
+    assert len(FakeChild.started) == 3
+    starts = cases_of(run, "start_to_first_token")
+    assert [c.shape["cold"] for c in starts] == [True, True, False]
+    assert [c.target for c in starts] == [None, None, 40]
 
 
 def test_some_of_the_loads(on_two_gpus):
