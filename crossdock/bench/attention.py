@@ -142,10 +142,9 @@ def run_attention(
 
 
 METHOD = (
-    "Median and quartiles of graph replays (of several repetitions, flushes of L2 subtracted; the "
-    "copy eagerly). "
+    "Median and quartiles of graph replays (of several repetitions, flushes of L2 subtracted). "
     "kv_read: bytes of what is cached, scales included, over the time; kv_read_share: of the rate "
-    "of a large copy, read and written, measured in the same turns. Decodes of MLA work on the "
+    "of a large copy, read and written, eagerly in the same turns. Decodes of MLA work on the "
     "latents, prompts on expanded keys and values. error: of all rows, norm of the difference to "
     "float32 attention over the BF16 keys and values, over its norm. Pages are in random order. "
     "lay_out_us: of the host, before the kernels."

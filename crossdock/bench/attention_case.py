@@ -101,9 +101,8 @@ def quantised(given: Given) -> Given:
 def reference(given: Given) -> Tensor:
     """float32."""
     batch, q, scale, page = given.batch, given.q, given.scale, given.page_size
-    table_BP, lens_B, starts_B1 = (
-        batch.page_table_BP, batch.kv_lens_B, batch.prefill_starts_B1
-    )  # fmt: skip
+    table_BP, lens_B = batch.page_table_BP, batch.kv_lens_B
+    starts_B1 = batch.prefill_starts_B1
     if starts_B1 is None and given.shape.kv_heads:
         k, v = given.cache
         return decode_gqa_twin(q[0], k, v, table_BP, lens_B, scale, page)

@@ -5,6 +5,7 @@ nobody moves anything), runs again while the automatic mode looks at the loads a
 and a third time on what that left ("auto").
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ MOST_RISE = 1.1
 """p99 of inter-token latency while experts move, over what it was."""
 MOST_OFF = 5.0
 """Points between the throughput gained and what the predicted balancedness says."""
-RECORDED = 4
-"""Of an answer, the part in which it shows which experts are popular: one in so many tokens."""
+RECORDED = 1 / 4
+"""Of an answer's tokens: enough to see which experts are popular."""
 MOVE_AT = 1 / 3
 """Of a load's tokens, when the balancer looks."""
 
@@ -110,10 +111,12 @@ def run_live(options: LiveOptions, on_progress: Callable[[str], None]) -> LiveRu
         "rebalance_interval_s": 1e6,  # looked at when the benchmark says
     }
     with LLM(options.model, options.ranks, **settings) as llm:
+        gc.collect()
+        gc.freeze()  # as the server does
         on_progress("recording the routing")
         prompts = _prompts(options, llm.client.spec.vocab_size)
         llm.client.recording.start()
-        _run(llm, prompts, max(1, options.output_len // RECORDED))
+        _run(llm, prompts, max(1, round(RECORDED * options.output_len)))
         window = llm.client.recording.dump()["windows"][0]
         bad_LP = crowded(np.array(window["tokens"]), llm.client.placement.slot_expert_LP.shape[1])
         rounds = []

@@ -1,6 +1,5 @@
 """Starting an engine on this host: `launch(config)` gives a client whose ranks are ready."""
 
-import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +46,7 @@ _SILENCE_S = 600.0
 
 
 def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> EngineClient:
-    """Starts `config.ranks` processes and returns once all are ready. What exists in this process
-    by then is left out of garbage collection (`gc.freeze`).
+    """Starts `config.ranks` processes and returns once all are ready.
 
     Raises:
         UserError: the model, a setting or the memory; the message says what to change.
@@ -77,10 +75,6 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
     except BaseException:
         client.close()
         raise
-    # As the ranks do: libraries are some 200,000 objects, and each walk through them would keep all
-    # answers waiting for 100 ms.
-    gc.collect()
-    gc.freeze()
     return client
 
 

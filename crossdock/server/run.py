@@ -1,6 +1,7 @@
 """Serving until a signal, a lost rank or a failed start ends it."""
 
 import errno
+import gc
 import json
 import logging
 import signal
@@ -113,7 +114,12 @@ class Server(uvicorn.Server):
         url: str,
     ) -> None:
         try:
-            self.service.attach(start())
+            client = start()
+            # As the ranks do: libraries are some 200,000 objects, and each walk through them would
+            # keep all answers waiting for 100 ms.
+            gc.collect()
+            gc.freeze()
+            self.service.attach(client)
             if on_ready is not None:
                 on_ready(url)
         except BaseException as error:

@@ -107,6 +107,18 @@ def test_a_trace_does_not_hold_up_the_end(serve, fakes):
         assert codes == [409] and server.server.exit_code == 0
 
 
+def test_what_is_loaded_is_left_out_of_garbage_collection(serve, fakes, monkeypatch):
+    done = []
+    collector = SimpleNamespace(
+        collect=lambda: done.append("collected"), freeze=lambda: done.append("frozen")
+    )
+    monkeypatch.setattr("crossdock.server.run.gc", collector)
+    with serve(None) as server:
+        server.server.load(lambda: done.append("started") or fakes.Client(), None, "")
+        assert done == ["started", "collected", "frozen"]
+        assert server.http.get("/health").json() == {"status": "ok"}
+
+
 def test_a_taken_port_is_the_users_error():
     with claim_port("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
