@@ -145,8 +145,9 @@ METHOD = (
     "Median and quartiles of graph replays (of several repetitions, flushes of L2 subtracted). "
     "kv_read: bytes of what is cached, scales included, over the time; kv_read_share: of the rate "
     "of a large copy, read and written, eagerly in the same turns. Decodes of MLA work on the "
-    "latents, prompts on expanded keys and values. error: of all rows, norm of the difference to "
-    "float32 attention over the BF16 keys and values, over its norm. Pages are in random order. "
+    "latents, prompts on expanded keys and values; prompts over an FP8 cache gather it within "
+    "their time. error: of all rows, norm of the difference to float32 attention over the BF16 "
+    "keys and values, over its norm. Pages are in random order. "
     "lay_out_us: of the host, before the kernels."
 )
 

@@ -18,13 +18,14 @@ from crossdock.comm import World
 from crossdock.core import CrossdockError, RopeSpec
 from crossdock.kernels.attention_gqa import decode_gqa
 from crossdock.kernels.attention_mla import decode_mla
-from crossdock.kernels.attention_prefill import prefill_gqa, prefill_mla
+from crossdock.kernels.attention_prefill import prefill_mla
 from crossdock.layers import Rope
 from crossdock.layers.attention.flashinfer_library import (
     AttentionCase,
     load_flashinfer,
     why_not_flashinfer,
 )
+from crossdock.layers.attention.paged_gqa import attend_prompts
 from crossdock.layers.attention.paged_plan import PagedPlanner
 
 TRITON, FLASHINFER = "Triton", "FlashInfer"
@@ -83,17 +84,16 @@ def run(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
 
 def _on_triton(given: Given) -> tuple[Product, float]:
     """And the host's us before it."""
-    planner = PagedPlanner(given.shape.spec, _rope(given.device), given.device)
-    p, us = _planned(given, planner)
     (q, *turned), cache, scales = given.q, given.cache, given.scales
     scale, page, decodes = given.scale, given.page_size, given.shape.rows == "decode"
+    planner = PagedPlanner(given.shape.spec, _rope(given.device), given.device, bool(scales))
+    p, us = _planned(given, planner)
     if given.shape.kv_heads:
+        if not decodes:
+            return (lambda: attend_prompts(q, cache, p, scale, page, None)), us
         (k, v), pair = cache[:2], (scales[0], scales[1]) if scales else None
-        if decodes:
-            paged = (p.table_BP, p.lens_B, p.split, scale, page, None, pair)
-            return (lambda: decode_gqa(q, k, v, *paged)), us
-        rows = (p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale, page, None, pair)
-        return (lambda: prefill_gqa(q, k, v, *rows)), us
+        paged = (p.table_BP, p.lens_B, p.split, scale, page, None, pair)
+        return (lambda: decode_gqa(q, k, v, *paged)), us
     if decodes:
         latent = (p.table_BP, p.lens_B, p.split, scale, page, scales[0] if scales else None)
         return (lambda: decode_mla(q, turned[0], cache[0], *latent)), us

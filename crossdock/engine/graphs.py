@@ -20,7 +20,14 @@ from crossdock.core.batch import CapturedStep, GraphSize
 from crossdock.engine.batch import Drawn, HostBatch, lay_out
 from crossdock.engine.drive import drive, drive_both
 from crossdock.engine.overlap import even_cut, halve
-from crossdock.engine.prompt_inputs import PromptInputs, half_rows, keys_of, tokens_for
+from crossdock.engine.prompt_inputs import (
+    KeyCopies,
+    PromptInputs,
+    gathered_keys,
+    half_rows,
+    keys_of,
+    tokens_for,
+)
 from crossdock.engine.transfer import to_device
 from crossdock.kernels.decode_inputs import DecodeInputs, load_decodes
 from crossdock.metrics import Recorder, StepTiming
@@ -66,8 +73,7 @@ class StepGraphs:
     Args:
         max_num_seqs, max_num_batched_tokens: of a step.
         max_model_len: tokens of the longest sequence.
-        expands: whether attention expands the keys of prompts (MLA), for which there is room only
-            for so many.
+        copies: of the keys of prompts.
         vocab_size: of the logits.
     """
 
@@ -79,12 +85,12 @@ class StepGraphs:
         max_num_batched_tokens: int,
         max_model_len: int,
         vocab_size: int,
-        expands: bool,
+        copies: KeyCopies,
         device: torch.device,
         recorder: Recorder,
     ):
         self.model, self.kv, self.device, self._recorder = model, kv, device, recorder
-        self._expands = expands
+        self._copies = copies
         sequences = min(max_num_seqs, max_num_batched_tokens)
         self.decode_sizes = decode_sizes(sequences)
         self.prompt_sizes = prompt_sizes(sequences, max_num_batched_tokens)
@@ -109,10 +115,17 @@ class StepGraphs:
         """Tokens that a graph for this rank's prompts must be made for; 0 without prompts."""
         if plan.num_decodes == len(plan.items):
             return 0
-        if not self._expands:
+        if self._copies == "none":
             return plan.num_tokens
         keys = sum(i.start + len(i.tokens) for i in plan.items[plan.num_decodes :])
-        return max(plan.num_tokens, tokens_for(keys))
+        if self._copies == "expanded":
+            return max(plan.num_tokens, tokens_for(keys))
+        most = self.prompt_sizes[-1]
+        return plan.num_tokens if keys <= gathered_keys(most) else most + 1  # than any graph takes
+
+    def _keys(self, rows: int) -> int:
+        """That the prompts of a captured step may see together."""
+        return gathered_keys(self.prompt_sizes[-1]) if self._copies == "gathered" else keys_of(rows)
 
     def fit(self, need: int, tokens: int) -> GraphSize | None:
         """For the most that any rank needs and the tokens of the rank that has most; None: no graph
@@ -235,12 +248,12 @@ class StepGraphs:
     def _hidden(self, size: GraphSize, overlap: OverlapMode) -> Tensor:
         rows, forward = size.rows, self.model.forward
         if size.prompts and overlap == "tbo":
-            halves = [h.batch(half_rows(rows), "tbo", keys_of(rows)) for h in self.halves]
+            halves = [h.batch(half_rows(rows), "tbo", self._keys(rows)) for h in self.halves]
             hidden = drive_both(*(forward(half, self.kv) for half in halves))
             sampled = [h[half.sample_rows] for h, half in zip(hidden, halves, strict=True)]
             return torch.cat(sampled)[self.pick_B]
         if size.prompts:
-            batch = self.prompts.batch(rows, overlap, keys_of(rows))
+            batch = self.prompts.batch(rows, overlap, self._keys(rows))
             return drive(forward(batch, self.kv))[batch.sample_rows]
         if overlap != "tbo":
             return drive(self._decode(slice(0, rows), 0, rows, overlap))

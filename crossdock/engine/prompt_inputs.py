@@ -1,5 +1,7 @@
 """The inputs of captured steps with prompts: where they lie, and what is put there."""
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,13 +10,24 @@ from crossdock.core import ForwardBatch, OverlapMode
 from crossdock.engine.batch import Drawn, HostBatch
 from crossdock.engine.transfer import to_device
 
+KeyCopies = Literal["none", "expanded", "gathered"]
+"""What attention makes of the keys of prompts first: MLA expands them; GQA gathers those of an FP8
+cache. Captured, it has room for only so many."""
+
 _SPARE = 16
+_GATHERED = 4
 
 
 def keys_of(tokens: int) -> int:
     """Keys that the prompts of a captured step of so many tokens may see together: theirs, and some
     of earlier chunks. MLA expands as many in every step."""
     return tokens + tokens // 4
+
+
+def gathered_keys(most_tokens: int) -> int:
+    """As `keys_of` where keys are gathered, for all sizes up to `most_tokens`: room that is not
+    used takes memory alone."""
+    return _GATHERED * most_tokens
 
 
 def tokens_for(keys: int) -> int:

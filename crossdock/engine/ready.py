@@ -8,6 +8,7 @@ from crossdock.engine.group import GroupSampler
 from crossdock.engine.made_up import Limits, warm_sampler, warm_up
 from crossdock.engine.overlap import OverlapPolicy, forced, refusals, unmeasured
 from crossdock.engine.overlap_measure import measure_overlap
+from crossdock.engine.prompt_inputs import KeyCopies
 from crossdock.engine.runner import Graphs, Runner
 from crossdock.engine.sampler import Sampler
 from crossdock.models import Decoder, ModelContext
@@ -30,9 +31,11 @@ def build_runner(
     if eager is None:
         from crossdock.engine.graphs import StepGraphs  # imports triton
 
+        of_gqa: KeyCopies = "gathered" if config.kv_cache_dtype == "fp8" else "none"
+        copies: KeyCopies = "expanded" if isinstance(spec.attention, MLASpec) else of_gqa
         graphs = StepGraphs(
             model, kv, config.max_num_seqs, config.max_num_batched_tokens, context.max_model_len,
-            spec.vocab_size, isinstance(spec.attention, MLASpec), device, recorder,
+            spec.vocab_size, copies, device, recorder,
         )  # fmt: skip
     return Runner(model, kv, sampler, device, recorder, world.board, transport.check, graphs, eager)
 

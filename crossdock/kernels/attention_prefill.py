@@ -3,9 +3,9 @@
 (FlashAttention-2, arXiv 2307.08691).
 
 A program takes a tile of rows of one kv head: consecutive tokens, each with all heads that share
-the keys. Keys come out of a paged cache (GQA), or lie one sequence after another (MLA, expanded
-per head, with a rotated part that all heads share). Query i of a sequence with n queries and m keys
-sees keys 0 .. m - n + i.
+the keys. Keys come out of a paged cache, or lie one sequence after another: of GQA gathered from an
+FP8 cache, of MLA expanded per head, with a rotated part that all heads share. Query i of a sequence
+with n queries and m keys sees keys 0 .. m - n + i.
 """
 
 import torch
@@ -20,7 +20,6 @@ from crossdock.kernels.attention_split import (
     as_operand,
     gather_paged,
     paged_slots,
-    query_operand,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
@@ -32,11 +31,10 @@ TILE, TILE_MLA = KeyTile(64, 8, 3), KeyTile(64, 8, 3)
 
 @triton.jit
 def _step(
-    acc, best, total, n, end, q, q_rope, pos_q, k_ptr, v_ptr, k_rope_ptr, k_scale_ptr, v_scale_ptr,
-    table_ptr, scale, window, dtype: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
-    STRIDE_R: tl.constexpr, STRIDE_SCALE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
+    acc, best, total, n, end, q, q_rope, pos_q, k_ptr, v_ptr, k_rope_ptr, table_ptr, scale, window,
+    dtype: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, STRIDE_R: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """PAGE 0: rows lie one after another. R 0: no rotated part apart from the others."""
@@ -62,9 +60,6 @@ def _step(
         k_RN = tl.trans(as_operand(k_NR, dtype))
         scores = tl.dot(q_rope, k_RN, scores, input_precision="ieee")
     scores = scores * scale
-    if SCALED:
-        factor = tl.load(k_scale_ptr + slot * STRIDE_SCALE, mask=pos < end, other=0.0)
-        scores *= factor[None, :]
     if MASKED:
         visible = pos[None, :] <= pos_q[:, None]
         if WINDOW:
@@ -77,9 +72,6 @@ def _step(
         p_MN = tl.where(visible, p_MN, 0.0)
     shrink = tl.exp2(best - higher)
     total = total * shrink + tl.sum(p_MN, axis=1)
-    if SCALED:
-        factor = tl.load(v_scale_ptr + slot * STRIDE_SCALE, mask=pos < end, other=0.0)
-        p_MN *= factor[None, :]
     acc = acc * shrink[:, None]
     v_NV = as_operand(v_NV, dtype)
     acc = tl.dot(weights_operand(p_MN, dtype), v_NV, acc, input_precision="ieee")
@@ -93,15 +85,13 @@ _ANY_ALIGNMENT = ["table_ptr", "lens_ptr", "cu_q_ptr", "cu_k_ptr"]
 
 @triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=_ANY_ALIGNMENT)
 def _prefill_kernel(
-    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, k_scale_ptr, v_scale_ptr, out_ptr, table_ptr,
-    cu_q_ptr, cu_k_ptr, lens_ptr, first_ptr, seq_ptr, sequences, scale, window, stride_qt,
-    stride_qh, stride_rt, stride_rh, stride_ot, stride_oh, stride_table,
-    STRIDE_K: tl.constexpr, STRIDE_KH: tl.constexpr, STRIDE_V: tl.constexpr,
-    STRIDE_VH: tl.constexpr, STRIDE_R: tl.constexpr, STRIDE_SCALE: tl.constexpr,
-    STRIDE_SCALE_G: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SCALED: tl.constexpr,
+    q_ptr, q_rope_ptr, k_ptr, v_ptr, k_rope_ptr, out_ptr, table_ptr, cu_q_ptr, cu_k_ptr, lens_ptr,
+    first_ptr, seq_ptr, sequences, scale, window, stride_qt, stride_qh, stride_rt, stride_rh,
+    stride_ot, stride_oh, stride_table, STRIDE_K: tl.constexpr, STRIDE_KH: tl.constexpr,
+    STRIDE_V: tl.constexpr, STRIDE_VH: tl.constexpr, STRIDE_R: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     g = tl.program_id(0)
@@ -121,21 +111,18 @@ def _prefill_kernel(
         token_row = (first_row + token).to(tl.int64)
         d = tl.arange(0, BLOCK_D)
         v = tl.arange(0, BLOCK_V)
-        q_type: tl.constexpr = q_ptr.dtype.element_ty
-        dtype: tl.constexpr = tl.float16 if SCALED and q_type == tl.bfloat16 else q_type
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
         at = q_ptr + (token_row * stride_qt + head * stride_qh)[:, None] + d[None, :]
-        q = query_operand(tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0), dtype)
+        q = as_operand(tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0), dtype)
         q_rope = q
         if R > 0:
             r = tl.arange(0, BLOCK_R)
             at = q_rope_ptr + (token_row * stride_rt + head * stride_rh)[:, None] + r[None, :]
             mask = valid[:, None] & (r < R)[None, :]
-            q_rope = query_operand(tl.load(at, mask=mask, other=0.0), dtype)
+            q_rope = as_operand(tl.load(at, mask=mask, other=0.0), dtype)
         pos_q = length - queries + token
         k_ptr += g * STRIDE_KH
         v_ptr += g * STRIDE_VH
-        k_scale_ptr += g * STRIDE_SCALE_G
-        v_scale_ptr += g * STRIDE_SCALE_G
         if PAGE == 0:
             base = tl.load(cu_k_ptr + b).to(tl.int64)
             k_ptr += base * STRIDE_K
@@ -158,25 +145,22 @@ def _prefill_kernel(
             while n < end:
                 acc, best, total = _step(
                     acc, best, total, n, end, q, q_rope, pos_q, k_ptr, v_ptr, k_rope_ptr,
-                    k_scale_ptr, v_scale_ptr, table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V,
-                    STRIDE_R, STRIDE_SCALE, PAGE, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N,
-                    WINDOW, SCALED, True,
+                    table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V, STRIDE_R, PAGE, D, V, R,
+                    BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N, WINDOW, True,
                 )  # fmt: skip
                 n += BLOCK_N
         else:
             for n in range(start, full, BLOCK_N):
                 acc, best, total = _step(
                     acc, best, total, n, end, q, q_rope, pos_q, k_ptr, v_ptr, k_rope_ptr,
-                    k_scale_ptr, v_scale_ptr, table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V,
-                    STRIDE_R, STRIDE_SCALE, PAGE, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N,
-                    False, SCALED, False,
+                    table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V, STRIDE_R, PAGE, D, V, R,
+                    BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N, False, False,
                 )  # fmt: skip
             for n in range(full, end, BLOCK_N):
                 acc, best, total = _step(
                     acc, best, total, n, end, q, q_rope, pos_q, k_ptr, v_ptr, k_rope_ptr,
-                    k_scale_ptr, v_scale_ptr, table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V,
-                    STRIDE_R, STRIDE_SCALE, PAGE, D, V, R, BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N,
-                    WINDOW, SCALED, True,
+                    table_ptr, scale, window, dtype, STRIDE_K, STRIDE_V, STRIDE_R, PAGE, D, V, R,
+                    BLOCK_D, BLOCK_V, BLOCK_R, BLOCK_N, WINDOW, True,
                 )  # fmt: skip
         out = acc / tl.where(total > 0, total, 1.0)[:, None]
         at = out_ptr + (token_row * stride_ot + head * stride_oh)[:, None] + v[None, :]
@@ -191,16 +175,13 @@ def tile_tokens(group: int) -> int:
 
 def _launch(
     q: Tensor, q_rope: Tensor | None, k: Tensor, v: Tensor, k_rope: Tensor | None,
-    scales: tuple[Tensor, Tensor] | None, table: Tensor | None, cu_q: Tensor, cu_k: Tensor,
-    lens: Tensor, split: Split, scale: float, page_size: int, window: int | None,
-    tile: KeyTile | None,
+    table: Tensor | None, cu_q: Tensor, cu_k: Tensor, lens: Tensor, split: Split, scale: float,
+    page_size: int, window: int | None, tile: KeyTile | None,
 ) -> Tensor:  # fmt: skip
     (T, h, D), G, V = q.shape, k.shape[1], v.shape[2]
     R = 0 if q_rope is None else q_rope.shape[2]
     out_ThV = q.new_empty(T, h, V)
     q_rope, k_rope = (q if q_rope is None else q_rope), (k if k_rope is None else k_rope)
-    k_scale, v_scale = scales or (q, q)
-    stride = k_scale.stride() if scales else (0, 0)
     table = cu_k if table is None else table
     if tile is None and window is None and _fits_hopper(q, k, v, R, page_size):
         _launch_hopper(
@@ -209,16 +190,15 @@ def _launch(
         return out_ThV
     tile = tile or (TILE if R == 0 else TILE_MLA)
     _prefill_kernel[(G, split.items)](
-        q, q_rope, k, v, k_rope, k_scale, v_scale, out_ThV, table, cu_q, cu_k, lens,
-        split.first_B1, split.seq_W, cu_q.shape[0] - 1, scale * LOG2_E, window or 0,
+        q, q_rope, k, v, k_rope, out_ThV, table, cu_q, cu_k, lens, split.first_B1, split.seq_W,
+        cu_q.shape[0] - 1, scale * LOG2_E, window or 0,
         q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1), out_ThV.stride(0),
         out_ThV.stride(1), table.stride(0),
         STRIDE_K=k.stride(0), STRIDE_KH=k.stride(1), STRIDE_V=v.stride(0), STRIDE_VH=v.stride(1),
-        STRIDE_R=k_rope.stride(0), STRIDE_SCALE=stride[0], STRIDE_SCALE_G=stride[1],
-        PAGE=page_size, GROUP=h // G, D=D, V=V, R=R,
+        STRIDE_R=k_rope.stride(0), PAGE=page_size, GROUP=h // G, D=D, V=V, R=R,
         BLOCK_D=max(16, triton.next_power_of_2(D)), BLOCK_V=max(16, triton.next_power_of_2(V)),
         BLOCK_R=max(16, triton.next_power_of_2(R)), BLOCK_M=TILE_ROWS,
-        BLOCK_N=tile.keys, WINDOW=window is not None, SCALED=scales is not None,
+        BLOCK_N=tile.keys, WINDOW=window is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_ThV
@@ -274,7 +254,6 @@ def prefill_gqa(
     scale: float,
     page_size: int,
     window: int | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
     tile: KeyTile | None = None,
 ) -> Tensor:
     """[T, h, D] in q's dtype. The keys of the queries themselves are in the cache already.
@@ -287,8 +266,27 @@ def prefill_gqa(
         Others: as `decode_gqa`.
     """
     return _launch(
-        q_ThD, None, k_SgD, v_SgD, None, scales, table_BP, cu_q_B1, cu_q_B1, lens_B, split, scale,
+        q_ThD, None, k_SgD, v_SgD, None, table_BP, cu_q_B1, cu_q_B1, lens_B, split, scale,
         page_size, window, tile,
+    )  # fmt: skip
+
+
+def prefill_gathered(
+    q_ThD: Tensor,
+    k_NgD: Tensor,
+    v_NgD: Tensor,
+    cu_q_B1: Tensor,
+    cu_k_B1: Tensor,
+    lens_B: Tensor,
+    split: Split,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """As `prefill_gqa`, over keys and values that lie one sequence after another, as
+    `attention_gather.gather_keys` has them; cu_k_B1: int, rows where sequences start."""
+    return _launch(
+        q_ThD, None, k_NgD, v_NgD, None, None, cu_q_B1, cu_k_B1, lens_B, split, scale, 0, window,
+        None,
     )  # fmt: skip
 
 
@@ -313,8 +311,8 @@ def prefill_mla(
         split: `split_queries(cu_q_B1, T, tile_tokens(1))`.
     """
     return _launch(
-        q_ThD, q_rope_ThR, k_NhD, v_NhV, k_rope_NR, None, None, cu_q_B1, cu_k_B1, lens_B, split,
-        scale, 0, None, tile,
+        q_ThD, q_rope_ThR, k_NhD, v_NhV, k_rope_NR, None, cu_q_B1, cu_k_B1, lens_B, split, scale,
+        0, None, tile,
     )  # fmt: skip
 
 
@@ -342,16 +340,10 @@ def prefill_gqa_twin(
     scale: float,
     page_size: int,
     window: int | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """fp32 [T, h, D]. Synchronises."""
     out, cu = [], cu_q_B1.tolist()
     for b, length in enumerate(lens_B.tolist()):
-        k, v = (gather_paged(t, table_BP[b], length, page_size).float() for t in (k_SgD, v_SgD))
-        if scales is not None:
-            k, v = (
-                t * gather_paged(s, table_BP[b], length, page_size)[..., None]
-                for t, s in zip((k, v), scales, strict=True)
-            )
+        k, v = (gather_paged(t, table_BP[b], length, page_size) for t in (k_SgD, v_SgD))
         out.append(causal_twin(q_ThD[cu[b] : cu[b + 1]], k, v, scale, window))
     return torch.cat(out)

@@ -55,12 +55,14 @@ class Echo:
         return out_BV.copy_(hidden_BH.float())
 
 
-def draw_plan(rng: random.Random, decodes: int, prompts: int, most: int) -> tuple[Plan, Drawn]:
+def draw_plan(
+    rng: random.Random, decodes: int, prompts: int, most: int, prefix: int
+) -> tuple[Plan, Drawn]:
     items, rows = [], {}
     ids_B = torch.randint(1000, (decodes + 1,))
     for i in range(decodes + prompts):
         count = 1 if i < decodes else rng.randint(2, max(2, most // max(prompts, 1)))
-        start = rng.randrange(40) if i < decodes else rng.choice((0, 16, 32))
+        start = rng.randrange(40) if i < decodes else rng.choice((0, 16, prefix))
         tokens = tuple(rng.randrange(1000) for _ in range(count))
         name = str(i)
         if i < decodes and rng.random() < 0.5:
@@ -84,17 +86,17 @@ def expected(plan: Plan, drawn: Drawn) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["off", "sbo", "tbo"])
-@pytest.mark.parametrize("expands", [False, True])
-def test_rows_that_sample_come_in_the_order_of_the_plan(mode, expands, monkeypatch):
+@pytest.mark.parametrize("copies", ["none", "expanded", "gathered"])
+def test_rows_that_sample_come_in_the_order_of_the_plan(mode, copies, monkeypatch):
     kv = SimpleNamespace(page_size=PAGE)
-    graphs = StepGraphs(Echo(), kv, 8, 1024, 2048, 3, expands, CPU, Recorder())
+    graphs = StepGraphs(Echo(), kv, 8, 1024, 2048, 3, copies, CPU, Recorder())
     fake = SimpleNamespace(graph=SimpleNamespace(replay=lambda: graphs._step(size, mode)))
-    rng = random.Random(f"{mode}{expands}")
+    rng = random.Random(f"{mode}{copies}")
     replayed = set()
     for _ in range(60):
         decodes = rng.choice((0, 0, 1, 3, 8))
         prompts = rng.choice((0, 1, 2, 5)) if decodes < 8 else 0
-        plan, drawn = draw_plan(rng, decodes, prompts, 900)
+        plan, drawn = draw_plan(rng, decodes, prompts, 900, 608 if copies == "gathered" else 32)
         size = graphs.fit(graphs.need(plan), plan.num_tokens + rng.choice((0, 20)))
         if size is None or (mode == "tbo" and not size.halves):
             continue
@@ -104,6 +106,21 @@ def test_rows_that_sample_come_in_the_order_of_the_plan(mode, expands, monkeypat
         assert got_BV.int().tolist() == expected(plan, drawn)
         replayed.add(size)
     assert len(replayed) > 4 and {size.prompts for size in replayed} == {False, True}
+
+
+def test_long_prefixes_take_larger_graphs_only_where_their_keys_are_expanded():
+    kv = SimpleNamespace(page_size=PAGE)
+    request = Request("a", (1,), SamplingParams())
+
+    def size(copies: str, prefix: int) -> int | None:
+        graphs = StepGraphs(Echo(), kv, 8, 1024, 8192, 3, copies, CPU, Recorder())
+        plan = Plan((Scheduled(request, prefix, (1,) * 100, (), True),))
+        fit = graphs.fit(graphs.need(plan), 100)
+        return fit and fit.rows
+
+    assert [size("none", n) for n in (0, 1000, 3996, 3997)] == [256] * 4
+    assert [size("expanded", n) for n in (0, 860, 861, 3996)] == [256, 768, 1024, None]
+    assert [size("gathered", n) for n in (0, 1000, 3996, 3997)] == [256, 256, 256, None]
 
 
 def test_cuts_leave_no_single_token_and_no_more_than_there_is_room_for():

@@ -9,6 +9,7 @@ from torch import Tensor
 from crossdock.kernels import attention_gqa as gqa
 from crossdock.kernels import attention_mla as mla
 from crossdock.kernels import attention_prefill as prefill
+from crossdock.kernels.attention_gather import gather_keys
 from crossdock.kernels.attention_split import split_keys, split_queries
 from crossdock.kernels.rounding import E4M3_MAX
 
@@ -99,6 +100,28 @@ def test_gqa_prefill(heads, kv_heads, window, page):
     got = prefill.prefill_gqa(q, k, v, table, cu, lens_B, split, 0.088, page, window)
     want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.088, page, window)
     assert error(got, want) < 8e-3
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window"), [(32, 4, None), (14, 2, None), (14, 2, 300)]
+)
+def test_gqa_prefill_over_an_fp8_cache(heads, kv_heads, window, page):
+    """With an empty sequence, and room for more keys than there are."""
+    lens, cu = [300, 130, 0, 71, 2000], torch.tensor([0, 1, 131, 131, 195, 895], device=CUDA)
+    table, lens_B, slots = paging(lens, page)
+    q = randn(895, heads, 128)
+    (k, k_scale), (v, v_scale) = (quantised(randn(slots, kv_heads, 128)) for _ in "kv")
+    cu_k = torch.tensor([0, 300, 430, 430, 501, 2501], device=CUDA)
+    at = [table[b, i // page] * page + i % page
+          for b, i in ((b, torch.arange(n, device=CUDA)) for b, n in enumerate(lens))]  # fmt: skip
+    slots_N = torch.cat((*at, torch.zeros(3000, dtype=torch.int64, device=CUDA)))
+    split = split_queries(cu, 895, prefill.tile_tokens(heads // kv_heads))
+    got_k, got_v = gather_keys(k, v, (k_scale, v_scale), slots_N, cu_k, torch.bfloat16)
+    got = prefill.prefill_gathered(q, got_k, got_v, cu, cu_k, lens_B, split, 0.088, window)
+    k, v = k.float() * k_scale[..., None], v.float() * v_scale[..., None]
+    want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.088, page, window)
+    assert error(got, want) < 1e-2
 
 
 def test_mla_prefill():

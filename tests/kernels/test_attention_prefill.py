@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import attention_prefill as prefill
+from crossdock.kernels.attention_gather import TAIL, gather_keys, gather_keys_twin
 from crossdock.kernels.attention_split import split_queries
 from crossdock.kernels.rounding import E4M3_MAX
 
@@ -50,19 +51,49 @@ def test_gqa_matches_the_twin(device, heads, kv_heads, dim, page, window, dtype)
     assert got.dtype == dtype and error(got, want) < TOLERANCE[dtype]
 
 
-def test_gqa_reads_a_scaled_cache(device):
-    queries, lens = [3, 40], [90, 40]
-    table, slots = paged(lens, 16, device)
-    q = torch.randn(43, 4, 32, device=device)
-    x = torch.randn(2, slots, 2, 32, device=device)
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1) / E4M3_MAX
-    k, v = (x / scale[..., None]).to(torch.float8_e4m3fn)
-    cu, lens_B = starts(queries, device), torch.tensor(lens, dtype=torch.int32, device=device)
-    split = split_queries(cu, 43, prefill.tile_tokens(2))
-    scales = (scale[0].contiguous(), scale[1].contiguous())
-    got = prefill.prefill_gqa(q, k, v, table, cu, lens_B, split, 0.2, 16, None, scales)
-    want = prefill.prefill_gqa_twin(q, k, v, table, cu, lens_B, 0.2, 16, None, scales)
-    assert error(got, want) < 2e-6
+    return (x / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+@pytest.fixture
+def no_zeros_by_luck():
+    """Memory that nobody wrote to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [slice(0, 3), slice(1, 3)])
+@pytest.mark.parametrize(("keys", "room"), [(130, 130), (130, 500), (0, 40)])
+def test_keys_of_an_fp8_cache_are_gathered(device, no_zeros_by_luck, keys, room, heads, dtype):
+    (k, k_scale), (v, v_scale) = (quantised(torch.randn(300, 3, 24, device=device)) for _ in "kv")
+    k, v, *scales = (x[:, heads] for x in (k, v, k_scale, v_scale))
+    slots_N = torch.randint(300, (room,), device=device)
+    cu_k = torch.tensor([0, keys // 3, keys // 3, keys], dtype=torch.int32, device=device)
+    given = (k, v, tuple(scales), slots_N, cu_k, dtype)
+    for got, want in zip(gather_keys(*given), gather_keys_twin(*given), strict=True):
+        assert got.shape == (room, k.shape[1], 24) and got.dtype == dtype
+        assert torch.equal(got[: keys + TAIL], want[: keys + TAIL])
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float32), (50, torch.bfloat16)])
+def test_gqa_reads_gathered_keys(device, window, dtype):
+    """As it reads pages, the prompts with prefixes and an empty one among them."""
+    queries, lens = [3, 0, 40, 90], [90, 0, 40, 170]
+    table, slots = paged(lens, 16, device)
+    q = torch.randn(sum(queries), 4, 32, device=device, dtype=dtype)
+    k, v = torch.randn(2, slots, 2, 32, device=device, dtype=dtype)
+    cu_q, cu_k = starts(queries, device), starts(lens, device)
+    lens_B = torch.tensor(lens, dtype=torch.int32, device=device)
+    split = split_queries(cu_q, len(q), prefill.tile_tokens(2))
+    slots_N = torch.cat([table[b, i // 16, None] * 16 + i % 16
+                         for b, n in enumerate(lens) for i in range(n)])  # fmt: skip
+    rows = (k[slots_N], v[slots_N])
+    got = prefill.prefill_gathered(q, *rows, cu_q, cu_k, lens_B, split, 0.2, window)
+    want = prefill.prefill_gqa_twin(q, k, v, table, cu_q, lens_B, 0.2, 16, window)
+    assert error(got, want) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

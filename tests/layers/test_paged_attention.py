@@ -21,7 +21,7 @@ from crossdock.core import (
 from crossdock.engine.batch import lay_out, make_batch
 from crossdock.engine.prompt_inputs import PromptInputs
 from crossdock.layers import GQAWeights, MLAWeights, Rope, SoloGroup, choose_products
-from crossdock.layers.attention import paged_mla
+from crossdock.layers.attention import paged_gqa, paged_mla
 from crossdock.layers.attention.backend import choose_attention, triton_attention
 from crossdock.layers.attention.paged_plan import PagedPlanner
 
@@ -54,7 +54,7 @@ def one(*shape: int) -> Tensor:
     return torch.rand(shape, device=DEVICE) + 0.5
 
 
-def build(spec: GQASpec | MLASpec):
+def build(spec: GQASpec | MLASpec, fp8_cache: bool = False):
     """(torch layer, its planner, kernels' layer, its planner)."""
     products, group = choose_products(False), SoloGroup()
     if isinstance(spec, MLASpec):
@@ -77,7 +77,7 @@ def build(spec: GQASpec | MLASpec):
     rope = Rope(RopeSpec(dim, 1e4), 400, torch.float32, DEVICE)
     torch_backend = choose_attention("torch", DEVICE, torch.float32, False)
     layers = []
-    for backend in (torch_backend, triton_attention(DEVICE)):
+    for backend in (torch_backend, triton_attention(DEVICE, fp8_cache)):
         make = backend.mla if isinstance(spec, MLASpec) else backend.gqa
         layers += [make(*args), backend.planner(spec, rope)]
     return layers
@@ -101,9 +101,11 @@ def batch_of(table: Tensor, work: dict[int, tuple[int, int]]) -> ForwardBatch:
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     decodes, kv_lens = sum(n == 1 for n in lens), tuple(sum(work[b]) for b in order)
     starts = torch.tensor((0, *lens[decodes:])).cumsum(0).int().to(DEVICE)
+    positions = positions.to(DEVICE)
     return ForwardBatch(
-        none, positions.to(DEVICE), slots.to(DEVICE), none, lens, kv_lens, table[order].to(DEVICE),
-        none, decodes, torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE),
+        torch.zeros_like(positions), positions, slots.to(DEVICE), none, lens, kv_lens,
+        table[order].to(DEVICE), none, decodes,
+        torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE),
         starts if decodes < len(lens) else None, prefill_keys=sum(kv_lens[decodes:]),
     )  # fmt: skip
 
@@ -112,6 +114,7 @@ STEPS = (
     {0: (0, 5), 1: (0, 40), 2: (0, 17)},
     {0: (5, 1), 1: (40, 30), 2: (17, 1)},  # decodes beside a prefill with a cached prefix
     {0: (6, 1), 1: (70, 1), 2: (18, 1)},
+    {0: (7, 9), 1: (71, 1), 2: (19, 30)},  # prefixes of several lengths
 )
 
 
@@ -140,7 +143,7 @@ def test_steps_match_the_torch_form(name):
 def test_an_fp8_cache_costs_a_few_percent(name):
     """Of float32 attention; the torch form over the same codes is nearer."""
     spec = SPECS[name]
-    theirs, their_planner, ours, our_planner = build(spec)
+    theirs, their_planner, ours, our_planner = build(spec, fp8_cache=True)
     cache, small = cache_of(spec), cache_of(spec, fp8=True)
     twin = tuple(t.clone() for t in small)
     table = torch.randperm(60).view(3, 20)
@@ -169,6 +172,32 @@ def test_long_prefills_take_the_heads_in_turns(monkeypatch):
     close(ours(x, other, our_planner(batch, PAGE)), want, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads", "wanted"),
+    [("window", 3, [3, 1, 2, 2]), ("full norm, clip, bias", 1, [1, 1, 1, 1])],
+)
+def test_long_prompts_gather_the_heads_in_turns(name, heads, wanted, monkeypatch):
+    """Over 62 keys and over 84."""
+    spec = SPECS[name]
+    theirs, their_planner, ours, our_planner = build(spec, fp8_cache=True)
+    cache = cache_of(spec, fp8=True)
+    other = tuple(t.clone() for t in cache)
+    gather, turns = paged_gqa.gather_keys, []
+
+    def counted(k_SgD: Tensor, *args):
+        turns.append(k_SgD.shape[1])
+        return gather(k_SgD, *args)
+
+    monkeypatch.setattr(paged_gqa, "gather_keys", counted)
+    monkeypatch.setattr(paged_gqa, "GATHERED_BYTES", 70 * 2 * 16 * 4 * heads)
+    for work in (STEPS[0], {0: (5, 9), 1: (40, 30), 2: (17, 1)}):
+        batch = batch_of(torch.randperm(60).view(3, 20), work)
+        x = torch.randn(batch.positions_T.shape[0], H, device=DEVICE)
+        want = theirs(x, cache, their_planner(batch, PAGE))
+        close(ours(x, other, our_planner(batch, PAGE)), want, 0.01)
+    assert turns == wanted
+
+
 @pytest.mark.parametrize("name", ["head norms", "mla"])
 def test_rows_beyond_the_own_are_empty(name):
     spec = SPECS[name]
@@ -191,10 +220,14 @@ def test_rows_beyond_the_own_are_empty(name):
             assert torch.equal(a[untouched], c[untouched])
 
 
-@pytest.mark.parametrize("name", ["head norms", "window", "mla", "mla, query rank"])
-def test_a_captured_step_with_prompts_gives_the_same_rows(name):
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [("head norms", False), ("window", False), ("mla", False), ("mla, query rank", False),
+     ("head norms", True), ("window", True), ("mla", True)],
+)  # fmt: skip
+def test_a_captured_step_with_prompts_gives_the_same_rows(name, fp8):
     spec = SPECS[name]
-    _, _, layer, planner = build(spec)
+    _, _, layer, planner = build(spec, fp8)
     inputs = PromptInputs(4, 80, 24, DEVICE)
     table = torch.randperm(60).view(3, 20)
     for work in (
@@ -203,7 +236,7 @@ def test_a_captured_step_with_prompts_gives_the_same_rows(name):
         {1: (70, 1)},  # beside a rank that has a prompt
         {0: (8, 3), 2: (30, 2)},
     ):
-        cache = cache_of(spec)
+        cache = cache_of(spec, fp8)
         other = tuple(t.clone() for t in cache)
         items = []
         for b in sorted(work, key=lambda b: work[b][1] > 1):
@@ -222,7 +255,7 @@ def test_a_captured_step_with_prompts_gives_the_same_rows(name):
         got = layer(x, other, planner(captured, PAGE))
         close(got[:n], layer(x[:n], cache, planner(eager, PAGE)), 1e-6)
         for a, b in zip(other, cache, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(a.float(), b.float(), rtol=1e-5, atol=1e-5)
 
 
 def with_empty_rows(batch: ForwardBatch, size: int) -> ForwardBatch:

@@ -69,15 +69,16 @@ def choose_attention(
         return _torch("as asked" if name == "torch" else str(against), device, dtype, invariant)
     if against:
         raise ConfigError(f'attention "{name}" cannot run: {against}; use "torch" or "auto"')
+    fp8_cache = case is not None and case.fp8_cache
     if name == "triton" or (name == "auto" and case is None):
-        return triton_attention(device)
+        return triton_attention(device, fp8_cache)
     assert case is not None
     why_not = why_rather_not(case) if name == "auto" else None
     why_not = why_not or why_not_flashinfer(case, device, dtype)
     if why_not and name == "flashinfer":
         raise ConfigError(f'attention "flashinfer" cannot run: {why_not}; use "triton" or "auto"')
     if why_not:
-        return triton_attention(device, f"a GPU, 16 bits; FlashInfer: {why_not}")
+        return triton_attention(device, fp8_cache, f"a GPU, 16 bits; FlashInfer: {why_not}")
     return flashinfer_attention(load_flashinfer(), case, device, dtype)
 
 
@@ -105,7 +106,9 @@ def invariant_attention(dtype: torch.dtype) -> AttentionBackend:
     return AttentionBackend("invariant", reason, GQAttention, MLAttention, planner)
 
 
-def triton_attention(device: torch.device, reason: str = "a GPU, 16 bits") -> AttentionBackend:
+def triton_attention(
+    device: torch.device, fp8_cache: bool, reason: str = "a GPU, 16 bits"
+) -> AttentionBackend:
     """The kernels' backend wherever they can run, the interpreter included."""
     # These import triton, which ranks on CPUs do without.
     from crossdock.layers.attention.paged_gqa import PagedGQAttention
@@ -117,7 +120,7 @@ def triton_attention(device: torch.device, reason: str = "a GPU, 16 bits") -> At
         reason,
         PagedGQAttention,
         PagedMLAttention,
-        lambda spec, rope: PagedPlanner(spec, rope, device),
+        lambda spec, rope: PagedPlanner(spec, rope, device, fp8_cache),
     )
 
 

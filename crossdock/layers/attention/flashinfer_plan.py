@@ -231,7 +231,7 @@ class FlashInferPlanner(PagedPlanner):
         device: torch.device,
         dtype: torch.dtype,
     ):
-        super().__init__(case.spec, rope, device)
+        super().__init__(case.spec, rope, device, case.fp8_cache)
         served = FlashLatent if self.mla else FlashPrefill
         self._served: FlashLatent | FlashPrefill = served(library, case, device, dtype)
 

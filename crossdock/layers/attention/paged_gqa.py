@@ -1,10 +1,12 @@
 """Grouped-query attention on Triton kernels; `gqa.py` is its torch form."""
 
+import torch
 from torch import Tensor
 
 from crossdock.core import GQASpec, Group
+from crossdock.kernels.attention_gather import gather_keys
 from crossdock.kernels.attention_gqa import decode_gqa
-from crossdock.kernels.attention_prefill import prefill_gqa
+from crossdock.kernels.attention_prefill import prefill_gathered, prefill_gqa
 from crossdock.kernels.rope import gqa_norm_rope_write
 from crossdock.layers.attention.gqa import GQAWeights
 from crossdock.layers.attention.paged_plan import (
@@ -15,6 +17,9 @@ from crossdock.layers.attention.paged_plan import (
     Prompts,
 )
 from crossdock.layers.linear import Products
+
+GATHERED_BYTES = 1 << 28
+"""Of keys and values at once; where there are more, the heads go in several turns."""
 
 
 class PagedGQAttention:
@@ -60,11 +65,38 @@ class PagedGQAttention:
     ) -> Tensor:
         """[T, h, D]."""
         assert isinstance(p, PagedPrefill)
-        k, v, scales = _parts(cache)
+        return attend_prompts(q_ThD, cache, p, self.scale, plan.page_size, plan.window)
+
+
+def attend_prompts(
+    q_ThD: Tensor,
+    cache: tuple[Tensor, ...],
+    p: PagedPrefill,
+    scale: float,
+    page_size: int,
+    window: int | None,
+) -> Tensor:
+    """[T, h, D]. Keys and values of an FP8 cache are gathered first, all or some heads of them."""
+    k, v, scales = _parts(cache)
+    if scales is None:
         return prefill_gqa(
-            q_ThD, k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, self.scale,
-            plan.page_size, plan.window, scales,
+            q_ThD, k, v, p.table_BP, p.cu_q_B1, p.lens_B, p.split, scale, page_size, window
+        )
+    assert p.slots_N is not None and p.cu_k_B1 is not None
+    (_, kv_heads, D), group = k.shape, q_ThD.shape[1] // k.shape[1]
+    head_bytes = len(p.slots_N) * 2 * D * q_ThD.element_size()
+    step = max(1, min(kv_heads, GATHERED_BYTES // max(head_bytes, 1)))
+    parts = []
+    for g in range(0, kv_heads, step):
+        k_SgD, v_SgD, *some = (x[:, g : g + step] for x in (k, v, *scales))
+        k_NgD, v_NgD = gather_keys(k_SgD, v_SgD, (some[0], some[1]), p.slots_N, p.cu_k_B1,
+                                   q_ThD.dtype)  # fmt: skip
+        parts.append(
+            prefill_gathered(q_ThD[:, g * group : (g + step) * group], k_NgD, v_NgD, p.cu_q_B1,
+                             p.cu_k_B1, p.lens_B, p.split, scale, window)
         )  # fmt: skip
+        del k_NgD, v_NgD  # before the next ones are made
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _parts(

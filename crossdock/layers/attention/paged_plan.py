@@ -38,8 +38,9 @@ class PagedDecode(Decodes):
 
 @dataclass(frozen=True, eq=False)
 class PagedPrefill(Prompts):
-    """cu_q_B1: where sequences start among the rows. MLA expands the keys of all sequences, one
-    after another: cu_k_B1, and the slot of each, slots_N (beyond the last key any slot)."""
+    """cu_q_B1: where sequences start among the rows. MLA expands the keys of all sequences, and GQA
+    gathers those of an FP8 cache, one after another: cu_k_B1, and the slot of each, slots_N (beyond
+    the last key any slot)."""
 
     table_BP: Tensor
     lens_B: Tensor
@@ -79,8 +80,9 @@ class PagedPlan:
 
 
 class PagedPlanner:
-    def __init__(self, spec: GQASpec | MLASpec, rope: Rope, device: torch.device):
+    def __init__(self, spec: GQASpec | MLASpec, rope: Rope, device: torch.device, fp8_cache: bool):
         self.rope, self.mla = rope, isinstance(spec, MLASpec)
+        self.gathers = self.mla or fp8_cache
         self.window = None
         if isinstance(spec, MLASpec):
             self.slots, group = attention_mla.decode_slots(spec.num_heads, device), 1
@@ -113,7 +115,7 @@ class PagedPlanner:
         start = 0 if batch.rows_1 is not None else n
         split = split_queries(cu_q, batch.num_tokens - start, self.tile)
         table_BP, lens_B = batch.page_table_BP[n:], batch.kv_lens_B[n:]
-        if not self.mla:
+        if not self.gathers:
             return PagedPrefill(start, table_BP, lens_B, cu_q, split)
         cu_k = torch.zeros_like(cu_q)
         torch.cumsum(lens_B, 0, dtype=torch.int32, out=cu_k[1:])
