@@ -26,7 +26,7 @@ from crossdock.kernels.attention_split import (
 from crossdock.kernels.quant import INTERPRET
 from crossdock.kernels.rounding import cast_rows
 
-TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(64, 4, 3)
+TILE, TILE_FP8 = KeyTile(64, 4, 3), KeyTile(128, 4, 3)
 
 
 @triton.jit

@@ -221,10 +221,12 @@ def _launch_hopper(
 
     from crossdock.kernels.attention_mla_hopper import hopper_kernel
 
-    box, cache = min(page_size, 64), cache_SC
+    box = min(page_size, 64)
     if scales is None:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         cache = TensorDescriptor.from_tensor(cache_SC, [box, 64], layout)
+    else:
+        cache = cache_SC.view(torch.int32)
     hopper_kernel[grid](
         cache, lse_Wh if scales is None else scales, q_BhL, q_rope_BhR, table_BP, lens_B,
         split.first_B1, split.seq_W, split.chunk, part_WhL, lse_Wh, q_BhL.shape[0],

@@ -6,7 +6,7 @@ Here one warp streams tiles of 64 keys through shared memory: a bulk copy (TMA) 
 columns. Few heads: one consumer, products transposed, bound by memory. 64 heads a program: two
 consumers, each owns half of the value columns; both compute all scores, which costs half as many
 operations again but leaves them independent, so that one's softmax hides behind the other's
-products. Of an E4M3 cache a warpgroup brings the tiles, in BF16 as all further work wants them.
+products. Tiles of an E4M3 cache come from `attention_mla_codes.converter`.
 Compiled only: the kernels of `attention_mla` run everywhere.
 """
 
@@ -20,8 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from crossdock.kernels.attention_mla_codes import converter
+
 KEYS = 64
 _KEYS = gl.constexpr(KEYS)
+_LIFT = gl.constexpr(6.0)
+"""Of the exponents of weights that become FP16: small ones keep more bits."""
 
 
 @gluon.jit
@@ -35,8 +39,10 @@ def _rows(table_ptr, n, end, PAGE: gl.constexpr, BOX: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    desc, table_ptr, kv, rope, full, empty, span, PAGE: gl.constexpr, BOX: gl.constexpr,
+    desc, table_ptr, keys, barriers, span, PAGE: gl.constexpr, BOX: gl.constexpr,
 ):  # fmt: skip
+    kv, rope, _ = keys
+    full, empty = barriers
     STAGES: gl.constexpr = kv.type.shape[0]
     L: gl.constexpr = kv.type.shape[2]
     PIECES: gl.constexpr = _KEYS // BOX
@@ -67,57 +73,15 @@ def _producer(
 
 
 @gluon.jit
-def _load_codes(
-    cache_ptr, scale_ptr, table_ptr, n, end, L: gl.constexpr, PAGE: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """ROWS rows at key n: latents and their scales, rotated keys and theirs."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
-    slim: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
-    pos = n + gl.arange(0, ROWS, gl.SliceLayout(1, wide))
-    page = gl.load(table_ptr + pos // PAGE, mask=pos < end, other=0).to(gl.int64)
-    slot = page * PAGE + pos % PAGE
-    i = gl.arange(0, L, gl.SliceLayout(0, wide))
-    latent = gl.load(cache_ptr + slot[:, None] * (L + 64) + i[None, :])
-    latent_scale = gl.load(scale_ptr + slot * 2)
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, slim))
-    r = gl.arange(0, 64, gl.SliceLayout(0, slim))
-    key = gl.load(cache_ptr + slot[:, None] * (L + 64) + (L + r)[None, :])
-    return latent, latent_scale, key, gl.load(scale_ptr + slot * 2 + 1)
-
-
-@gluon.jit
-def _converter(
-    cache_ptr, scale_ptr, table_ptr, kv, rope, full, empty, span, PAGE: gl.constexpr,
-    ROWS: gl.constexpr,
-):  # fmt: skip
-    """In the producer's place: ROWS at a time, the next ones on their way meanwhile."""
-    STAGES: gl.constexpr = kv.type.shape[0]
-    L: gl.constexpr = kv.type.shape[2]
-    start, end = span
-    codes = _load_codes(cache_ptr, scale_ptr, table_ptr, start, end, L, PAGE, ROWS)
-    for n in range(start, end, _KEYS):
-        step = (n - start) // _KEYS
-        stage = step % STAGES
-        mbarrier.wait(empty.index(stage), step // STAGES & 1 ^ 1)
-        for piece in gl.static_range(_KEYS // ROWS):
-            latent, latent_scale, key, key_scale = codes
-            at = n + (piece + 1) * ROWS
-            codes = _load_codes(cache_ptr, scale_ptr, table_ptr, at, end, L, PAGE, ROWS)
-            latent = (latent.to(gl.float32) * latent_scale[:, None]).to(gl.bfloat16)
-            kv.index(stage).slice(piece * ROWS, ROWS).store(latent)
-            key = (key.to(gl.float32) * key_scale[:, None]).to(gl.bfloat16)
-            rope.index(stage).slice(piece * ROWS, ROWS).store(key)
-        fence_async_shared()
-        mbarrier.arrive(full.index(stage), count=1)
-
-
-@gluon.jit
 def _narrow(
-    q, q_rope, kv, rope, p_smem, full, empty, span, out, scale, M: gl.constexpr,
+    queries, keys, p_smem, barriers, span, out, scale, M: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
+    q, q_rope = queries
+    kv, rope, unit = keys
+    full, empty = barriers
     STAGES: gl.constexpr = kv.type.shape[0]
     L: gl.constexpr = kv.type.shape[2]
+    LIFT: gl.constexpr = _LIFT if SCALED else 0.0
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     part_ptr, lse_ptr, row, heads, first_head, live = out
     start, end = span
@@ -133,14 +97,20 @@ def _narrow(
         tile = kv.index(stage)
         s = warpgroup_mma(tile, q.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma(rope.index(stage), q_rope.permute((1, 0)), s, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(s,))
-        s = gl.where((n + key < end)[:, None], s * scale, -1e30)
+        if SCALED:
+            latent_scale = unit.index(stage).load(gl.SliceLayout(1, mma))
+            s = warpgroup_mma_wait(0, deps=(s,)) * (latent_scale * scale)[:, None]
+        else:
+            s = warpgroup_mma_wait(0, deps=(s,)) * scale
+        s = gl.where((n + key < end)[:, None], s, -1e30)
         higher = gl.maximum(best, gl.max(s, axis=0))
-        p = gl.exp2(s - higher[None, :])
+        p = gl.exp2(s - (higher - LIFT)[None, :])
         shrink = gl.exp2(best - higher)
         sums = sums * shrink[None, :] + p
         best = higher
-        p_smem.store(p.to(gl.bfloat16))
+        if SCALED:
+            p = p * latent_scale[:, None]
+        p_smem.store(p.to(p_smem.dtype))
         fence_async_shared()
         acc = acc * shrink[None, :]
         acc = warpgroup_mma(tile.permute((1, 0)), p_smem, acc, is_async=True)
@@ -152,16 +122,20 @@ def _narrow(
     at = part_ptr + (row * heads + h)[None, :] * L + i[:, None]
     mask = (h < heads) & (live > 0)
     gl.store(at, acc / total[None, :], mask=mask[None, :])
-    gl.store(lse_ptr + row * heads + h, best + gl.log2(total), mask=mask)
+    gl.store(lse_ptr + row * heads + h, best - LIFT + gl.log2(total), mask=mask)
 
 
 @gluon.jit
 def _wide(
-    q, q_rope, kv, rope, full, empty, span, out, scale, HALF: gl.constexpr,
+    queries, keys, barriers, span, out, scale, HALF: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
+    q, q_rope = queries
+    kv, rope, unit = keys
+    full, empty = barriers
     STAGES: gl.constexpr = kv.type.shape[0]
     L: gl.constexpr = kv.type.shape[2]
     WIDTH: gl.constexpr = L // 2
+    LIFT: gl.constexpr = _LIFT if SCALED else 0.0
     s_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _KEYS, 16])
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     by_head: gl.constexpr = gl.SliceLayout(1, mma)
@@ -180,14 +154,21 @@ def _wide(
         s = warpgroup_mma(q, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma(q_rope, rope.index(stage).permute((1, 0)), s, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        s = gl.where((n + key < end)[None, :], s * scale, -1e30)
+        if SCALED:
+            latent_scale = unit.index(stage).load(gl.SliceLayout(0, s_mma))
+            s = s * (latent_scale * scale)[None, :]
+        else:
+            s = s * scale
+        s = gl.where((n + key < end)[None, :], s, -1e30)
         higher = gl.maximum(best, gl.max(s, axis=1))
-        p = gl.exp2(s - higher[:, None])
+        p = gl.exp2(s - (higher - LIFT)[:, None])
         shrink = gl.exp2(best - higher)
         total = total * shrink + gl.sum(p, axis=1)
         best = higher
         acc = acc * gl.convert_layout(shrink, by_head)[:, None]
-        p_op = gl.convert_layout(p.to(gl.bfloat16), gl.DotOperandLayout(0, mma, 2))
+        if SCALED:
+            p = p * latent_scale[None, :]
+        p_op = gl.convert_layout(p.to(kv.dtype), gl.DotOperandLayout(0, mma, 2))
         acc = warpgroup_mma(p_op, tile.slice(HALF * WIDTH, WIDTH, dim=1), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
@@ -198,7 +179,7 @@ def _wide(
     mask = (h < heads) & (live > 0)
     gl.store(at, acc / sums[:, None], mask=mask[:, None])
     if HALF == 0:
-        lse = gl.convert_layout(best + gl.log2(total), by_head)
+        lse = gl.convert_layout(best - LIFT + gl.log2(total), by_head)
         gl.store(lse_ptr + row * heads + h, lse, mask=mask)
 
 
@@ -209,7 +190,10 @@ def _load_queries(q_ptr, smem, head, heads, stride_h, M: gl.constexpr, WIDTH: gl
     h = head + gl.arange(0, M, gl.SliceLayout(1, layout))
     i = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     at = q_ptr + h[:, None] * stride_h + i[None, :]
-    smem.store(gl.load(at, mask=(h < heads)[:, None], other=0.0))
+    q = gl.load(at, mask=(h < heads)[:, None], other=0.0)
+    if smem.dtype == gl.float16:
+        q = gl.minimum(gl.maximum(q.to(gl.float32), -65504.0), 65504.0).to(gl.float16)
+    smem.store(q)
 
 
 @gluon.jit(
@@ -223,7 +207,7 @@ def hopper_kernel(
     STAGES: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """As `attention_mla._decode_kernel`; M 64 is the wide form. cache: blocks [BOX, 64], BOX =
-    min(PAGE, 64); SCALED: a pointer to codes."""
+    min(PAGE, 64); SCALED: a pointer to codes, four a word."""
     tiles: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     w = gl.program_id(1)
     live = (w < gl.load(first_ptr + sequences)).to(gl.int32)
@@ -234,9 +218,12 @@ def hopper_kernel(
     # A program without an item goes through the motions with no keys.
     end = gl.where(live > 0, end, start)
     head = gl.program_id(0) * M
-    kv = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _KEYS, L], tiles)
+    dtype: gl.constexpr = gl.float16 if SCALED else gl.bfloat16
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    unit = gl.allocate_shared_memory(gl.float32, [STAGES, _KEYS], line)
+    kv = gl.allocate_shared_memory(dtype, [STAGES, _KEYS, L], tiles)
     rope = gl.allocate_shared_memory(gl.bfloat16, [STAGES, _KEYS, 64], tiles)
-    q = gl.allocate_shared_memory(gl.bfloat16, [M, L], tiles)
+    q = gl.allocate_shared_memory(dtype, [M, L], tiles)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [M, 64], tiles)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -249,23 +236,24 @@ def hopper_kernel(
     span = (start, end)
     out = (part_ptr, lse_ptr, w.to(gl.int64), heads, head, live)
     table = table_ptr + b * stride_table
+    queries, keys, barriers = (q, q_rope), (kv, rope, unit), (full, empty)
     if M == 64:
         if SCALED:
             gl.warp_specialize(
                 [
-                    (_wide, (q, q_rope, kv, rope, full, empty, span, out, scale, 0)),
-                    (_wide, (q, q_rope, kv, rope, full, empty, span, out, scale, 1)),
-                    (_converter, (cache, scale_ptr, table, kv, rope, full, empty, span, PAGE, 16)),
+                    (converter, (cache, scale_ptr, table, keys, barriers, span, PAGE, 16, 1, 4)),
+                    (_wide, (queries, keys, barriers, span, out, scale, 0, SCALED)),
+                    (_wide, (queries, keys, barriers, span, out, scale, 1, SCALED)),
                 ],
                 [4, 4],
-                [200, 104],
+                [208, 208],
             )
         else:
             gl.warp_specialize(
                 [
-                    (_wide, (q, q_rope, kv, rope, full, empty, span, out, scale, 0)),
-                    (_wide, (q, q_rope, kv, rope, full, empty, span, out, scale, 1)),
-                    (_producer, (cache, table, kv, rope, full, empty, span, PAGE, BOX)),
+                    (_wide, (queries, keys, barriers, span, out, scale, 0, SCALED)),
+                    (_wide, (queries, keys, barriers, span, out, scale, 1, SCALED)),
+                    (_producer, (cache, table, keys, barriers, span, PAGE, BOX)),
                 ],
                 [4, 1],
                 [232, 40],
@@ -274,21 +262,26 @@ def hopper_kernel(
         p_layout: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=2 * M, element_bitwidth=16, rank=2
         )
-        p = gl.allocate_shared_memory(gl.bfloat16, [_KEYS, M], p_layout)
+        p = gl.allocate_shared_memory(dtype, [_KEYS, M], p_layout)
         if SCALED:
+            WARPS: gl.constexpr = 8 if M == 16 else 4
+            REGISTERS: gl.constexpr = 152 if M == 16 else 216
             gl.warp_specialize(
                 [
-                    (_narrow, (q, q_rope, kv, rope, p, full, empty, span, out, scale, M)),
-                    (_converter, (cache, scale_ptr, table, kv, rope, full, empty, span, PAGE, 32)),
+                    (_narrow, (queries, keys, p, barriers, span, out, scale, M, SCALED)),
+                    (
+                        converter,
+                        (cache, scale_ptr, table, keys, barriers, span, PAGE, 32, 2, WARPS),
+                    ),
                 ],
-                [4],
-                [224],
+                [WARPS],
+                [REGISTERS],
             )
         else:
             gl.warp_specialize(
                 [
-                    (_narrow, (q, q_rope, kv, rope, p, full, empty, span, out, scale, M)),
-                    (_producer, (cache, table, kv, rope, full, empty, span, PAGE, BOX)),
+                    (_narrow, (queries, keys, p, barriers, span, out, scale, M, SCALED)),
+                    (_producer, (cache, table, keys, barriers, span, PAGE, BOX)),
                 ],
                 [1],
                 [40],
