@@ -14,6 +14,7 @@ COMPARED: dict[str, tuple[str, ...]] = {
     "dispatch-mode": ("normal", "low_latency"),
     "overlap": ("off", "sbo", "tbo"),
     "tp": ("2",),
+    "kv-cache-dtype": ("fp8",),
 }
 """What may differ from the default, and how."""
 

@@ -202,14 +202,14 @@ def test_what_is_asked_for_alone_must_run(on_two_gpus):
 
 def test_compared_settings():
     every = parse_compared("all")
-    assert ("dispatch-mode", "low_latency") in every and len(every) == 8
+    assert ("dispatch-mode", "low_latency") in every and len(every) == 9
     assert parse_compared("tp,overlap=tbo,tp") == (("tp", "2"), ("overlap", "tbo"))
     for text in ("speed", "overlap=on", "tp=3", ""):
         with pytest.raises(ConfigError, match="--compare"):
             parse_compared(text)
     of = EngineOptions("m", ranks=(2,), compare=every)
     found = variants_of(of)
-    assert found[0] == Variant(2, 1) and found[-1].again and len(found) == 10
+    assert found[0] == Variant(2, 1) and found[-1].again and len(found) == 11
     default = engine_settings(of, found[0])
     for variant in found[1:-1]:
         settings = engine_settings(of, variant)
