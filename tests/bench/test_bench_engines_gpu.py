@@ -61,7 +61,7 @@ def test_steps():
     assert all(c["median"] > 0 for (name, _), c in cases.items() if "off" not in name)
     assert cases["step_time", "64 decodes at 1,024: tbo"]["how"] == "tbo, graph of 64"
     assert cases["step_time", "2,048 tokens of prompts: off"]["how"] == "off, graph of 2048"
-    assert cases["step_time", "2,048 tokens of prompts: tbo"]["how"] == "tbo, eager"
+    assert cases["step_time", "2,048 tokens of prompts: tbo"]["how"] == "tbo, graph of 2048"
     kinds = {variant.split(": ")[1] for name, variant in cases if name == "layer_time"}
     assert kinds == {"dense layer", "moe layer"}
     mbu = next(c for (name, _), c in cases.items() if name == "experts_mbu")
