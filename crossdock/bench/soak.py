@@ -162,7 +162,8 @@ def report(soak: Soak, command: str) -> Report:
     ]
     device = str(soak.info[0].get("device", "cpu"))
     made = tuple(case for case in cases if case is not None)
-    return Report(command, _device_name(device), made, {"settings": options.settings})
+    named = _device_name(device, options.ranks)
+    return Report(command, named, made, {"settings": options.settings})
 
 
 def _one(
@@ -187,9 +188,9 @@ def _growth(soak: Soak, what: str, shape: dict[str, Any]) -> Case | None:
     return case_of(name, grown, "MiB", "lower", shape, more={"last_mib": last})
 
 
-def _device_name(device: str) -> str:
+def _device_name(device: str, ranks: int) -> str:
     if not device.startswith("cuda"):
         return cpu_name()
     import torch
 
-    return torch.cuda.get_device_name(torch.device(device))
+    return f"{ranks} x {torch.cuda.get_device_name(torch.device(device))}"
