@@ -32,9 +32,10 @@ def engine(
     compare: Annotated[
         str | None,
         typer.Option(
-            help="all, or a list of transport, graphs, dispatch-mode, overlap, tp, each or one "
-            "value of it such as overlap=tbo: engines that differ from the default in that alone. "
-            "On GPUs one after another, the default first and again last.",
+            help="all, or a list of transport, graphs, dispatch-mode, overlap, tp, "
+            "kv-cache-dtype, each or one value of it such as overlap=tbo: engines that differ from "
+            "the default in that alone. On GPUs one after another, the default first and again "
+            "last.",
             show_default=False,
         ),
     ] = None,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from crossdock.core import CapacityError, ConfigError, ModelSpec
-from crossdock.planner.commands import missing_here, missing_in_layout
+from crossdock.planner.commands import kv_runs, missing_here, missing_in_layout, weights_run
 from crossdock.planner.cost import BYTES
 from crossdock.planner.facts import native_dtype
 from crossdock.planner.hardware import Hardware
@@ -201,9 +201,11 @@ def _runnable(
 ) -> tuple[Deployment | None, str]:
     if not missing_here(best, q.spec, q.hardware):
         return best, ""
-    formats = Formats("bfloat16", "bfloat16")
-    if q.spec.dtype in ("float16", "float32"):
-        formats = Formats(q.spec.dtype, q.spec.dtype)
+    plain = q.spec.dtype if q.spec.dtype in ("float16", "float32") else "bfloat16"
+    formats = Formats(
+        q.formats.weights_dtype if weights_run(q.formats.weights_dtype, q.hardware) else plain,
+        q.formats.kv_dtype if kv_runs(q.formats.kv_dtype) else plain,
+    )
     try:
         found = search(
             q.spec,

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from crossdock.core import EngineConfig, ModelSpec
 from crossdock.core.config import TP_SIZES
+from crossdock.core.staging import SCALE_BLOCK
 from crossdock.core.tensor_parallel import why_not_tp
 from crossdock.planner.hardware import Hardware
 from crossdock.planner.layout import Layout
@@ -42,7 +43,7 @@ def missing_here(deployment: Deployment, spec: ModelSpec, hardware: Hardware) ->
 
 
 def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> list[str]:
-    offered = get_type_hints(EngineConfig)
+    offered, fp8_weights = get_type_hints(EngineConfig), _is_fp8(layout.weights_dtype)
     rules = (
         (
             layout.gpus > min(hardware.domain_size, GPUS_OF_A_HOST),
@@ -51,17 +52,15 @@ def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> li
         (layout.experts == "tp", "experts sharded by tensor parallelism"),
         (layout.tp not in TP_SIZES, f"attention over {layout.tp} ranks (tp)"),
         (
-            layout.tp in TP_SIZES and bool(why_not_tp(spec, layout.tp, None)),
+            layout.tp in TP_SIZES
+            and bool(why_not_tp(spec, layout.tp, SCALE_BLOCK if fp8_weights else None)),
             f"this model's attention over {layout.tp} ranks (tp)",
         ),
         (
-            layout.weights_dtype not in get_args(offered["dtype"]),
+            not weights_run(layout.weights_dtype, hardware),
             f"weights kept in {layout.weights_dtype}",
         ),
-        (
-            not _is_fp8(layout.kv_dtype) and layout.kv_dtype not in get_args(offered["dtype"]),
-            f"KV in {layout.kv_dtype}",
-        ),
+        (not kv_runs(layout.kv_dtype), f"KV in {layout.kv_dtype}"),
         (layout.overlap == "tbo" and "overlap" not in offered, "two-batch overlap"),
         (
             layout.mode == "low_latency" and "nvlink" not in get_args(offered["transport"]),
@@ -85,6 +84,8 @@ def crossdock_commands(
         "redundant_experts": redundant_experts(layout, spec),
     }
     text = "\n".join(f"{key} = {value}" for key, value in settings.items())
+    if _is_fp8(layout.weights_dtype) != (spec.quant is not None):
+        text += f'\nquantize = "{"fp8" if _is_fp8(layout.weights_dtype) else "none"}"'
     if _is_fp8(layout.kv_dtype):
         text += '\nkv_cache_dtype = "fp8"'
     name = "crossdock-plan.toml"
@@ -99,6 +100,19 @@ def crossdock_commands(
             f"crossdock serve {_checkpoint(model)} --ranks {layout.gpus} --config {name}",
         ),
     ]
+
+
+def weights_run(dtype: str, hardware: Hardware) -> bool:
+    """Whether crossdock keeps weights in `dtype` there: FP8 where the GPU multiplies it."""
+    return dtype in _plain() or (_is_fp8(dtype) and dtype in hardware.flops)
+
+
+def kv_runs(dtype: str) -> bool:
+    return dtype in _plain() or _is_fp8(dtype)
+
+
+def _plain() -> tuple[str, ...]:
+    return get_args(get_type_hints(EngineConfig)["dtype"])
 
 
 def _is_fp8(dtype: str) -> bool:

@@ -29,7 +29,7 @@ from crossdock.planner import (
 )
 from crossdock.planner.answer_document import commands, why
 from crossdock.planner.calibration import DEFAULT
-from crossdock.planner.commands import missing_here, redundant_experts
+from crossdock.planner.commands import missing_here, missing_in_layout, redundant_experts
 from crossdock.planner.layout import Layout
 from crossdock.planner.plot import check_plot, pareto
 from crossdock.planner.search_pricing import CostPricing
@@ -121,6 +121,22 @@ def test_what_this_version_cannot_run_is_marked_with_the_best_it_can(large, smal
     assert small.runnable.gpus <= 8
     text = text_of(render(small))
     assert "not runnable with this version" in text and "the best that it runs" in text
+
+
+def test_fp8_weights_run_where_the_gpu_multiplies_them():
+    answer = answer_question(question(gpu="h200", gpus=8))
+    assert answer.runnable is answer.best and answer.best.gpus == 8
+    (settings, _) = [c.line for c in commands(answer) if c.engine == "crossdock"]
+    assert "quantize" not in settings  # the checkpoint is quantised
+    layout = answer.best.decode.point.layout
+    assert layout.weights_dtype == "float8_e4m3fn"
+    missing = missing_in_layout(layout, answer.question.spec, load_hardware("a100"))
+    assert "weights kept in float8_e4m3fn" in missing
+
+    q = question("qwen3-30b-a3b", "h200", 8, 1000, 500)
+    q = replace(q, formats=formats_of(q.spec, "fp8", None))
+    (settings, _) = [c.line for c in commands(answer_question(q)) if c.engine == "crossdock"]
+    assert 'quantize = "fp8"' in settings
 
 
 def test_crossdocks_own_command_is_one_it_accepts(small, tmp_path):
