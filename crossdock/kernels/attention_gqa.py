@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crossdock.kernels.attention_split import (
+    LIFT,
     LOG2_E,
     KeyTile,
     Split,
@@ -21,6 +22,7 @@ from crossdock.kernels.attention_split import (
     merge,
     paged_slots,
     query_operand,
+    value_units,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
@@ -54,20 +56,24 @@ def _step(
     v_ND = as_operand(v_ND, dtype)
     AXIS: tl.constexpr = 1 if SCALED else 0  # the one of the keys
     if SCALED:
+        unit, inverse, rest = value_units(tl.load(v_scale_ptr + slot * STRIDE_SCALE))
         scores = tl.dot(q, tl.trans(k_ND), input_precision="ieee") * scale
         scores *= tl.load(k_scale_ptr + slot * STRIDE_SCALE)[None, :]
+        scores += unit[None, :]
     else:
         scores = tl.dot(k_ND, q, input_precision="ieee") * scale
     scores = tl.where(tl.expand_dims(pos < end, 1 - AXIS), scores, -1e30)
     higher = tl.maximum(best, tl.max(scores, axis=AXIS))
-    p = tl.exp2(scores - tl.expand_dims(higher, AXIS))
     shrink = tl.exp2(best - higher)
-    total = total * shrink + tl.sum(p, axis=AXIS)
     acc = acc * tl.expand_dims(shrink, AXIS)
     if SCALED:
-        p *= tl.load(v_scale_ptr + slot * STRIDE_SCALE)[None, :]
+        p = tl.exp2(scores - (higher - LIFT)[:, None])
+        total = total * shrink + tl.sum(p * inverse[None, :], axis=1)
+        p *= rest[None, :]
         acc = tl.dot(weights_operand(p, dtype), v_ND, acc, input_precision="ieee")
     else:
+        p = tl.exp2(scores - higher[None, :])
+        total = total * shrink + tl.sum(p, axis=0)
         acc = tl.dot(tl.trans(v_ND), weights_operand(p, dtype), acc, input_precision="ieee")
     return acc, higher, total, following
 
@@ -140,7 +146,8 @@ def _decode_kernel(
             part_row = w.to(tl.int64) * heads + g * GROUP + row
             part = part_ptr + tl.expand_dims(part_row, M_AXIS) * D + d_2
             tl.store(part, out, mask=inside)
-            tl.store(lse_ptr + part_row, best + tl.log2(total), mask=row < GROUP)
+            lifted: tl.constexpr = LIFT if SCALED else 0.0
+            tl.store(lse_ptr + part_row, best - lifted + tl.log2(total), mask=row < GROUP)
 
 
 def decode_slots(kv_heads: int, device: torch.device) -> int:

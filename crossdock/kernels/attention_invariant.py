@@ -19,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from crossdock.kernels.attention_split import (
+    LIFT,
     LOG2_E,
     as_operand,
     paged_slots,
     query_operand,
+    value_units,
     weights_operand,
 )
 from crossdock.kernels.linear_invariant import aligned
@@ -61,25 +63,31 @@ def _tile_step(
             turned *= rope_scale[None, :]
         scores += turned
     scores *= scale
+    if SCALED:
+        value_scale = k_scale
+        if R == 0:
+            value_scale = tl.load(v_scale_ptr + slot * STRIDE_SCALE, mask=there, other=0.0)
+        unit, inverse, rest = value_units(value_scale)
+        scores += unit[None, :]
     visible = pos[None, :] <= pos_q[:, None]
     if WINDOW:
         visible = visible & (pos[None, :] > pos_q[:, None] - window)
     scores = tl.where(visible, scores, -1e30)
     higher = tl.maximum(best, tl.max(scores, axis=1))
     # A row may have met no key of its window yet: then all its weights would be 1.
-    p_MN = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
+    lifted: tl.constexpr = LIFT if SCALED else 0.0
+    p_MN = tl.where(visible, tl.exp2(scores - (higher - lifted)[:, None]), 0.0)
     shrink = tl.exp2(best - higher)
-    total = total * shrink + tl.sum(p_MN, axis=1)
+    if SCALED:
+        total = total * shrink + tl.sum(p_MN * inverse[None, :], axis=1)
+        p_MN *= rest[None, :]
+    else:
+        total = total * shrink + tl.sum(p_MN, axis=1)
     if R > 0:
         v_ND = k_ND
-        if SCALED:
-            p_MN *= k_scale[None, :]
     else:
         at = v_ptr + slot[:, None] * STRIDE + d[None, :]
         v_ND = as_operand(tl.load(at, mask=inside, other=0.0), dtype)
-        if SCALED:
-            v_scale = tl.load(v_scale_ptr + slot * STRIDE_SCALE, mask=there, other=0.0)
-            p_MN *= v_scale[None, :]
     acc = acc * shrink[:, None]
     acc = tl.dot(weights_operand(p_MN, dtype), v_ND, acc, input_precision="ieee")
     return acc, higher, total

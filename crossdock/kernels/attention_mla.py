@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from crossdock.kernels.attention_split import (
+    LIFT,
     LOG2_E,
     KeyTile,
     Split,
@@ -21,6 +22,7 @@ from crossdock.kernels.attention_split import (
     merge,
     paged_slots,
     query_operand,
+    value_units,
     weights_operand,
 )
 from crossdock.kernels.quant import INTERPRET
@@ -61,6 +63,8 @@ def _step(
     if SCALED:
         latent_scale = tl.load(scale_ptr + slot * 2, mask=visible, other=1.0)
         rope_scale = tl.load(scale_ptr + slot * 2 + 1, mask=visible, other=1.0)
+        rope_scale = tl.maximum(rope_scale, 1e-20)  # 0 in slots that nobody has written
+        unit, inverse, rest = value_units(latent_scale)
         # In units of the rotated part's scale both parts can be summed in the tensor core.
         scores *= tl.expand_dims(latent_scale / rope_scale, 1 - AXIS)
     if WIDE:
@@ -70,13 +74,18 @@ def _step(
     scores = scores * scale
     if SCALED:
         scores *= tl.expand_dims(rope_scale, 1 - AXIS)
+        scores += tl.expand_dims(unit, 1 - AXIS)
     scores = tl.where(tl.expand_dims(visible, 1 - AXIS), scores, -1e30)
     higher = tl.maximum(best, tl.max(scores, axis=AXIS))
-    p = tl.exp2(scores - tl.expand_dims(higher, AXIS))
     shrink = tl.exp2(best - higher)
-    total = total * shrink + tl.sum(p, axis=AXIS)
     if SCALED:
-        p *= tl.expand_dims(latent_scale, 1 - AXIS)
+        p = tl.exp2(scores - tl.expand_dims(higher - LIFT, AXIS))
+        part = tl.sum(p * tl.expand_dims(inverse, 1 - AXIS), axis=AXIS)
+        p *= tl.expand_dims(rest, 1 - AXIS)
+    else:
+        p = tl.exp2(scores - tl.expand_dims(higher, AXIS))
+        part = tl.sum(p, axis=AXIS)
+    total = total * shrink + part
     acc = acc * tl.expand_dims(shrink, AXIS)
     p = weights_operand(p, dtype)
     if WIDE:
@@ -143,7 +152,8 @@ def _decode_kernel(
         at = part_ptr + tl.expand_dims(out_row, H_AXIS) * L + i_2
         acc = acc / tl.expand_dims(total, H_AXIS)
         tl.store(at, acc, mask=(h_2 < heads) & (i_2 < L))
-        tl.store(lse_ptr + out_row, best + tl.log2(total), mask=h < heads)
+        lifted: tl.constexpr = LIFT if SCALED else 0.0
+        tl.store(lse_ptr + out_row, best - lifted + tl.log2(total), mask=h < heads)
 
 
 def decode_slots(heads: int, device: torch.device) -> int:

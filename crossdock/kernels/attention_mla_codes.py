@@ -135,7 +135,8 @@ def converter(
         for i in gl.static_range(KEYS // ROWS):
             latent_codes, rotated_codes, latent_scale, rotated_scale = coming[0]
             latents.slice(i * ROWS, ROWS).store(_fp16_pairs(latent_codes))
-            in_units = (rotated_scale / latent_scale)[:, None]
+            # Slots that nobody has written have scales of 0.
+            in_units = (rotated_scale / gl.maximum(latent_scale, 1e-20))[:, None]
             rotated.slice(i * ROWS, ROWS).store(_bf16_pairs(rotated_codes, in_units))
             unit.index(stage).slice(i * ROWS, ROWS).store(latent_scale)
             following = n + (i + AHEAD) * ROWS

@@ -23,6 +23,9 @@ from crossdock.kernels.quant import INTERPRET
 from crossdock.kernels.rounding import cast_rows
 
 LOG2_E = 1.4426950408889634
+LIFT = tl.constexpr(14.0)
+"""Of the exponents of weights over an E4M3 cache: the largest is 2^14 to 2^15, the smallest that
+FP16 holds 2^-38 of that."""
 MULTIPLE = 128
 """Items of keys start at multiples of this, as the kernels' tiles do."""
 SIZES = 3
@@ -167,6 +170,18 @@ def query_operand(q, dtype: tl.constexpr):
     if dtype == tl.float16:
         q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0)
     return as_operand(q, dtype)
+
+
+@triton.jit
+def value_units(scale):
+    """Of the scales of values in E4M3: the power of two below each, as its logarithm and its
+    inverse, and how often the scale is that, 1 to 2. The logarithm goes on scores, so that weights
+    count codes and the largest of them is `LIFT`ed, however small a value; the inverse takes the
+    unit out of the sum of weights. Slots that nobody has written have scales of 0."""
+    scale = tl.maximum(scale, 1e-20)
+    exponent = scale.to(tl.int32, bitcast=True) >> 23
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (exponent - 127).to(tl.float32), inverse, scale * inverse
 
 
 @triton.jit

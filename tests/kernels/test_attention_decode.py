@@ -130,3 +130,53 @@ def test_mla_reads_a_scaled_cache(device, heads):
     got = mla.decode_mla(q, q_rope, cache, table, lens, split, 0.1, 16, scales)
     want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 0.1, 16, scales)
     assert error(got, want) < 2e-6
+
+
+def with_a_sink(slots, table, width, device):
+    """Keys of equal scores but the first, 10 nats above them, as of an attention sink."""
+    keys = torch.zeros(slots, width, device=device)
+    keys[:, 0] = 1.0
+    keys[int(table[0, 0]) * 16, 0] = 11.0
+    return keys
+
+
+def test_gqa_keeps_small_weights_of_small_values_over_a_scaled_cache(device):
+    table, lens, slots = paging([4096], 16, device)
+    q = torch.zeros(1, 4, 32, device=device, dtype=torch.bfloat16)
+    q[..., 0] = 1.0
+    k = with_a_sink(slots, table, 32, device)[:, None]
+    v = 0.1 * (1 + torch.rand(slots, 1, 32, device=device))
+    v[int(table[0, 0]) * 16] *= 0.01
+    (k8, ks), (v8, vs) = quantised(k), quantised(v)
+    for parts in (1, 4):
+        split = split_keys(lens, parts)
+        got = gqa.decode_gqa(q, k8, v8, table, lens, split, 1.0, 16, scales=(ks, vs))
+        want = gqa.decode_gqa_twin(q, k8, v8, table, lens, 1.0, 16, scales=(ks, vs))
+        assert error(got, want) < 4e-3
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_mla_keeps_small_weights_of_small_latents_over_a_scaled_cache(device, heads):
+    table, lens, slots = paging([2048], 16, device)
+    q = torch.zeros(1, heads, 32, device=device, dtype=torch.bfloat16)
+    q_rope = torch.zeros(1, heads, 16, device=device, dtype=torch.bfloat16)
+    q_rope[..., 0] = 1.0
+    latent = 0.1 * (1 + torch.rand(slots, 32, device=device))
+    latent[int(table[0, 0]) * 16] *= 0.01
+    (latent8, s0), (key8, s1) = quantised(latent), quantised(with_a_sink(slots, table, 16, device))
+    cache, scales = torch.cat((latent8, key8), 1), torch.stack((s0, s1), 1)
+    split = split_keys(lens, 1)
+    got = mla.decode_mla(q, q_rope, cache, table, lens, split, 1.0, 16, scales)
+    want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 1.0, 16, scales)
+    assert error(got, want) < 4e-3
+
+
+def test_slots_that_nobody_has_written_give_zeros(device):
+    table, lens, slots = paging([70], 16, device)
+    fp8, at = torch.float8_e4m3fn, {"device": device}
+    q, split = torch.randn(1, 16, 32, dtype=torch.bfloat16, **at), split_keys(lens, 2)
+    kv, none = torch.zeros(slots, 1, 32, **at).to(fp8), torch.zeros(slots, 1, **at)
+    assert (gqa.decode_gqa(q, kv, kv, table, lens, split, 1.0, 16, scales=(none, none)) == 0).all()
+    cache, none = torch.zeros(slots, 48, **at).to(fp8), torch.zeros(slots, 2, **at)
+    out = mla.decode_mla(q, q[..., :16], cache, table, lens, split, 1.0, 16, none)
+    assert (out == 0).all()
