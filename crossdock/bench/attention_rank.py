@@ -98,7 +98,8 @@ def _on_triton(given: Given) -> tuple[Product, float]:
         latent = (p.table_BP, p.lens_B, p.split, scale, page, scales[0] if scales else None)
         return (lambda: decode_mla(q, turned[0], cache[0], *latent)), us
     k, v, keys = cache
-    expanded = (p.cu_q_B1, p.cu_q_B1, p.lens_B, p.split, scale)
+    (turn,) = p.turns
+    expanded = (turn.cu_q_B1, turn.cu_q_B1, turn.lens_B, turn.split, scale)
     return (lambda: prefill_mla(q, turned[0], k, v, keys, *expanded)), us
 
 

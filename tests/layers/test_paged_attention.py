@@ -21,9 +21,9 @@ from crossdock.core import (
 from crossdock.engine.batch import lay_out, make_batch
 from crossdock.engine.prompt_inputs import PromptInputs
 from crossdock.layers import GQAWeights, MLAWeights, Rope, SoloGroup, choose_products
-from crossdock.layers.attention import paged_gqa, paged_mla
+from crossdock.layers.attention import paged_gqa, paged_mla, paged_plan
 from crossdock.layers.attention.backend import choose_attention, triton_attention
-from crossdock.layers.attention.paged_plan import PagedPlanner
+from crossdock.layers.attention.paged_plan import PagedPlanner, in_turns
 
 H, PAGE = 32, 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,6 +88,8 @@ def cache_of(spec: GQASpec | MLASpec, fp8: bool = False) -> tuple[Tensor, ...]:
     layer = KVCache(spec, 1, 64, PAGE, dtype, DEVICE).layer(0)
     for tensor in layer:
         tensor.copy_(torch.randn(tensor.shape))
+    for scales in layer[len(layer) // 2 :] if fp8 else ():
+        scales.abs_()
     return layer
 
 
@@ -196,6 +198,26 @@ def test_long_prompts_gather_the_heads_in_turns(name, heads, wanted, monkeypatch
         want = theirs(x, cache, their_planner(batch, PAGE))
         close(ours(x, other, our_planner(batch, PAGE)), want, 0.01)
     assert turns == wanted
+
+
+def test_sequences_take_turns_where_keys_are_copied(monkeypatch):
+    monkeypatch.setattr(paged_plan, "COPIED_KEYS", 60)
+    lens = ([], [300], [20, 40, 1], [70, 10, 60, 61, 5])
+    assert [[list(turn) for turn in in_turns(kv_lens)] for kv_lens in lens] == [
+        [[]], [[0]], [[0, 1], [2]], [[0], [1], [2], [3], [4]],
+    ]  # fmt: skip
+    for name, fp8 in (("head norms", True), ("window", True), ("mla", False), ("mla", True)):
+        spec = SPECS[name]
+        theirs, their_planner, ours, our_planner = build(spec, fp8)
+        cache = cache_of(spec, fp8)
+        other = tuple(t.clone() for t in cache)
+        for work, wanted in ((STEPS[0], [2, 1]), ({0: (5, 9), 1: (40, 30), 2: (17, 1)}, [1, 1])):
+            batch = batch_of(torch.randperm(60).view(3, 20), work)
+            x = torch.randn(batch.positions_T.shape[0], H, device=DEVICE)
+            want = theirs(x, cache, their_planner(batch, PAGE))
+            plan = our_planner(batch, PAGE)
+            assert [len(turn.lens_B) for turn in plan.prefill.turns] == wanted
+            close(ours(x, other, plan), want, 0.01 if fp8 else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["head norms", "mla"])

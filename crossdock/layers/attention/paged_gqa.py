@@ -15,6 +15,7 @@ from crossdock.layers.attention.paged_plan import (
     PagedPlan,
     PagedPrefill,
     Prompts,
+    Turn,
 )
 from crossdock.layers.linear import Products
 
@@ -76,7 +77,20 @@ def attend_prompts(
     page_size: int,
     window: int | None,
 ) -> Tensor:
-    """[T, h, D]. Keys and values of an FP8 cache are gathered first, all or some heads of them."""
+    """[T, h, D]."""
+    parts = [_attend(q_ThD[turn.rows], cache, turn, scale, page_size, window) for turn in p.turns]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend(
+    q_ThD: Tensor,
+    cache: tuple[Tensor, ...],
+    p: Turn,
+    scale: float,
+    page_size: int,
+    window: int | None,
+) -> Tensor:
+    """Keys and values of an FP8 cache are gathered first, all or some heads of them."""
     k, v, scales = _parts(cache)
     if scales is None:
         return prefill_gqa(

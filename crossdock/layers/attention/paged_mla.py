@@ -20,6 +20,7 @@ from crossdock.layers.attention.paged_plan import (
     PagedPlan,
     PagedPrefill,
     Prompts,
+    Turn,
 )
 from crossdock.layers.linear import Products
 
@@ -92,8 +93,15 @@ class PagedMLAttention:
         self, q_ThP: Tensor, q_ThR: Tensor, cache: tuple[Tensor, ...], p: Prompts
     ) -> Tensor:
         """[T, h * V]."""
+        assert isinstance(p, PagedPrefill)
+        parts = [self._attend_prompts(q_ThP[t.rows], q_ThR[t.rows], cache, t) for t in p.turns]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_prompts(
+        self, q_ThP: Tensor, q_ThR: Tensor, cache: tuple[Tensor, ...], p: Turn
+    ) -> Tensor:
         s = self.spec
-        assert isinstance(p, PagedPrefill) and p.slots_N is not None and p.cu_k_B1 is not None
+        assert p.slots_N is not None and p.cu_k_B1 is not None
         rows_NC = cache[0].index_select(0, p.slots_N)
         if len(cache) > 1:
             rows_NC = _dequantised(rows_NC, cache[1][p.slots_N], s.kv_lora_rank, q_ThP.dtype)

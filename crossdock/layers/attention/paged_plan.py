@@ -3,6 +3,7 @@
 Nothing is read back to the host, so that a step can be captured in a CUDA graph.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,10 @@ from crossdock.kernels import attention_gqa, attention_mla
 from crossdock.kernels.attention_prefill import tile_tokens
 from crossdock.kernels.attention_split import Split, split_keys, split_queries
 from crossdock.layers.rope import Rope
+
+COPIED_KEYS = 1 << 17
+"""Of prompts at once, where attention copies keys. Sequences may share the pages of a prefix but
+not its copies: a step's new tokens do not bound the keys that they see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +42,23 @@ class PagedDecode(Decodes):
 
 
 @dataclass(frozen=True, eq=False)
-class PagedPrefill(Prompts):
-    """cu_q_B1: where sequences start among the rows. MLA expands the keys of all sequences, and GQA
-    gathers those of an FP8 cache, one after another: cu_k_B1, and the slot of each, slots_N (beyond
-    the last key any slot)."""
+class Turn:
+    """Sequences of prompts that attend at once: `rows` of the prompts', cu_q_B1: where sequences
+    start among them. MLA expands the keys of all sequences, and GQA gathers those of an FP8 cache,
+    one after another: cu_k_B1, and the slot of each, slots_N (beyond the last key any slot)."""
 
+    rows: slice
     table_BP: Tensor
     lens_B: Tensor
     cu_q_B1: Tensor
     split: Split
     cu_k_B1: Tensor | None = None
     slots_N: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PagedPrefill(Prompts):
+    turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,18 +121,52 @@ class PagedPlanner:
         return PagedDecode(n, lens_B, table_BP, split_keys(lens_B, self.slots, self.window))
 
     def _prefill(self, batch: ForwardBatch, page_size: int) -> Prompts:
-        n, cu_q = batch.num_decodes, batch.prefill_starts_B1
-        assert cu_q is not None
-        start = 0 if batch.rows_1 is not None else n
-        split = split_queries(cu_q, batch.num_tokens - start, self.tile)
-        table_BP, lens_B = batch.page_table_BP[n:], batch.kv_lens_B[n:]
+        start = 0 if batch.rows_1 is not None else batch.num_decodes
+        B, rows = len(batch.kv_lens_B) - batch.num_decodes, batch.num_tokens - start
         if not self.gathers:
-            return PagedPrefill(start, table_BP, lens_B, cu_q, split)
+            return PagedPrefill(start, (self._turn(batch, range(B), slice(0, rows)),))
+        if batch.rows_1 is not None:  # with room for so many keys
+            turn = self._turn(batch, range(B), slice(0, rows), batch.prefill_keys, page_size)
+            return PagedPrefill(start, (turn,))
+        query_lens, kv_lens = (x[batch.num_decodes :] for x in (batch.query_lens, batch.kv_lens))
+        turns, first = [], 0
+        for those in in_turns(kv_lens):
+            mine = slice(those.start, those.stop)
+            end = first + sum(query_lens[mine])
+            keys = sum(kv_lens[mine])
+            turns.append(self._turn(batch, those, slice(first, end), keys, page_size))
+            first = end
+        return PagedPrefill(start, tuple(turns))
+
+    def _turn(
+        self, batch: ForwardBatch, those: range, rows: slice, keys: int = 0, page_size: int = 0
+    ) -> Turn:
+        """Of sequences `those` after the decodes; with `keys`, so many are copied."""
+        assert batch.prefill_starts_B1 is not None
+        n, cu_q = batch.num_decodes, batch.prefill_starts_B1[those.start : those.stop + 1]
+        if rows.start:
+            cu_q = cu_q - rows.start
+        mine = slice(n + those.start, n + those.stop)
+        table_BP, lens_B = batch.page_table_BP[mine], batch.kv_lens_B[mine]
+        split = split_queries(cu_q, rows.stop - rows.start, self.tile)
+        if not keys:
+            return Turn(rows, table_BP, lens_B, cu_q, split)
         cu_k = torch.zeros_like(cu_q)
         torch.cumsum(lens_B, 0, dtype=torch.int32, out=cu_k[1:])
-        key_N = torch.arange(batch.prefill_keys, dtype=torch.int32, device=cu_k.device)
+        key_N = torch.arange(keys, dtype=torch.int32, device=cu_k.device)
         seq_N = torch.searchsorted(cu_k[1:], key_N, right=True).clamp_(max=len(lens_B) - 1)
         pos_N = key_N - cu_k[seq_N]
         page_N = (pos_N // page_size).clamp_(max=table_BP.shape[1] - 1)
         slots_N = table_BP[seq_N, page_N] * page_size + pos_N % page_size
-        return PagedPrefill(start, table_BP, lens_B, cu_q, split, cu_k, slots_N)
+        return Turn(rows, table_BP, lens_B, cu_q, split, cu_k, slots_N)
+
+
+def in_turns(kv_lens: Sequence[int]) -> list[range]:
+    """Of sequences, in order, so that each turn has at most `COPIED_KEYS` keys or one sequence."""
+    turns, first, keys = [], 0, 0
+    for i, length in enumerate(kv_lens):
+        if i > first and keys + length > COPIED_KEYS:
+            turns.append(range(first, i))
+            first, keys = i, 0
+        keys += length
+    return [*turns, range(first, len(kv_lens))]
