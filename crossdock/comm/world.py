@@ -232,7 +232,11 @@ def _meet(board: Board) -> None:
     def missing() -> list[int]:
         return [r for r in range(board.size) if board.heartbeat_age(r) == float("inf")]
 
-    Waiter(board, _START_S).wait(lambda: not missing(), missing, "the start")
+    def all_here() -> bool:
+        board.beat()  # the thread that does so elsewhere starts once the world is built
+        return not missing()
+
+    Waiter(board, _START_S).wait(all_here, missing, "the start")
 
 
 def await_start(world: World) -> None:

@@ -226,7 +226,7 @@ class ServerConfig:
     served_model_name: str | None = None
     api_key: str | None = None
     max_queue: int = 512
-    """Open requests beyond which the answer is 429."""
+    """Open sequences, n for each prompt of a request, beyond which the answer is 429."""
     max_body_mib: float = 4.0
     drain_s: float = 30.0
     """How long SIGTERM waits for running requests."""

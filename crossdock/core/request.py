@@ -14,6 +14,10 @@ class SamplingParams:
 
     `logprobs`: number of alternatives to report beside the chosen token (0: the chosen one alone,
     None: nothing). `stop` strings need text and are watched for by the gateway, not by the ranks.
+
+    `min_tokens`: as many tokens come before anything but max_tokens can end the text: the
+    end-of-sequence and stop tokens are not drawn until then, and `stop` strings are looked for in
+    the text after them (one that begins before is passed over).
     """
 
     n: int = 1

@@ -175,6 +175,7 @@ class EngineClient:
             self._cluster.broadcast(Wake(self._wave))
 
     def num_open(self) -> int:
+        """Choices of all requests that have not ended."""
         return len(self._requests)
 
     def snapshots(self, timeout: float = 5.0) -> list[Snapshot]:

@@ -41,6 +41,7 @@ class Choice:
     def __init__(self, index: int, group: int, params: SamplingParams, tokenizer: Tokenizer):
         self.index, self.group, self.params = index, group, params
         self.is_new = True
+        self._num_tokens = 0
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopChecker(params.stop, params.include_stop_str_in_output)
@@ -52,9 +53,10 @@ class Choice:
         stopped: str | None = None
         for sampled in output.tokens:
             used += 1
+            self._num_tokens += 1
             if self._is_silent(sampled, output):
                 continue
-            delta, stopped = self._stops.push(self._detokenizer.push((sampled.token_id,)))
+            delta, stopped = self._checked(self._detokenizer.push((sampled.token_id,)))
             text += delta
             if stopped is not None:
                 break
@@ -63,7 +65,7 @@ class Choice:
         if stopped is not None:
             finish, reason = "stop", stopped
         elif finish is not None:
-            delta, stopped = self._stops.push(self._detokenizer.flush())
+            delta, stopped = self._checked(self._detokenizer.flush())
             text += delta + (self._stops.flush() if stopped is None else "")
         return Update(
             index=self.index,
@@ -76,6 +78,12 @@ class Choice:
             queue_seconds=output.queue_seconds,
             error=output.error,
         )
+
+    def _checked(self, text: str) -> tuple[str, str | None]:
+        """As `StopChecker.push`, which sees only what comes after the first min_tokens tokens."""
+        if self._num_tokens <= self.params.min_tokens:
+            return text, None
+        return self._stops.push(text)
 
     def _is_silent(self, sampled: Sampled, output: TokenOutput) -> bool:
         """A stop token ends the text and is no part of it."""

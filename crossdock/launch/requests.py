@@ -52,7 +52,8 @@ class Requests:
         )
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Choices that are open: what the ranks call requests."""
+        return self._router.num_open
 
     def submit(self, submissions: Sequence[Submission]) -> None:
         """All of them or, where one is refused, none. Ranks that sleep begin when each has enough
@@ -65,8 +66,9 @@ class Requests:
         config, tokens, choices = self._config, 0, 0
         try:
             for each in opened:
+                digests = self._router.page_digests(each.prompt_ids)
                 with self._lock:
-                    self._start(each)
+                    self._start(each, digests)
                 tokens += len(each.prompt_ids) * each.params.n
                 choices += each.params.n
                 full = tokens >= 2 * config.max_num_batched_tokens * config.groups
@@ -90,7 +92,7 @@ class Requests:
         params = check_request(prompt, params, self._spec.vocab_size, self._max_model_len)
         return Opened(name, next(self._serials), prompt, params, on_update)
 
-    def _start(self, opened: Opened) -> None:
+    def _start(self, opened: Opened, digests: Sequence[bytes]) -> None:
         """With the lock held: whoever ends all requests finds this one, or it is not started."""
         self._check()
         if opened.id in self._open:
@@ -98,7 +100,7 @@ class Requests:
         self._open[opened.id] = opened
         for i in range(opened.params.n):
             params, name = opened.params_of(i), opened.name(i)
-            group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0)
+            group = self._router.route(name, opened.prompt_ids, params.max_tokens or 0, digests)
             opened.choices[i] = Choice(i, group, params, self.tokenizer)
             request = opened.request(i, self.tokenizer.eos_token_ids, self._config.seed)
             self._tell(group, Add(request))
@@ -168,7 +170,9 @@ class Requests:
         with self._lock:
             # Emptied here, so that no reader thread ends one of them a second time.
             ended = [(opened, list(opened.choices)) for opened in self._open.values()]
-            for opened, _ in ended:
+            for opened, choices in ended:
+                for index in choices:
+                    self._router.release(opened.name(index))
                 opened.choices.clear()
             self._open.clear()
         for opened, choices in ended:

@@ -132,20 +132,38 @@ class Router:
         self._least = _LeastLoaded(self._loads, max_num_seqs)
 
     @property
+    def num_open(self) -> int:
+        """Requests that were routed and not yet released."""
+        return len(self._open)
+
+    @property
     def loads(self) -> tuple[GroupLoad, ...]:
         return tuple(self._loads)
 
-    def route(self, request_id: str, tokens: Sequence[int], max_tokens: int) -> int:
+    def page_digests(self, tokens: Sequence[int]) -> list[bytes]:
+        """What `route` looks `tokens` up by, and what takes most of its time. Changes nothing."""
+        digests: list[bytes] = []
+        if self._caching:
+            extend_digests(digests, tokens, self.page_size, self._root)
+        return digests
+
+    def route(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        max_tokens: int,
+        digests: Sequence[bytes] | None = None,
+    ) -> int:
         """The group for a request; counted there until `release`.
 
         Args:
             tokens: prompt and, where a request is resumed, the tokens emitted so far.
+            digests: their `page_digests`, where several requests share them.
         """
         if request_id in self._open:
             raise ValueError(f"request {request_id!r} is already routed")
-        digests: list[bytes] = []
-        if self._caching:
-            extend_digests(digests, tokens, self.page_size, self._root)
+        if digests is None:
+            digests = self.page_digests(tokens)
         usable = digests[: (len(tokens) - 1) // self.page_size] if tokens else []
         cached = {}
         if usable:

@@ -63,10 +63,11 @@ class Answer(Response):
                 self._give_up(submitted, "abort" if inbox.gone else "error")
 
     def _submit(self, inbox: Inbox, submitted: list[str]) -> None:
-        self._service.check_room(len(self._job.prompts), self._client)
+        prompts = self._job.prompts
+        self._service.check_room(len(prompts), prompts[0][1].n, self._client)
         mailbox = self._service.mailbox
         assert mailbox is not None
-        for prompt, (ids, params) in enumerate(self._job.prompts):
+        for prompt, (ids, params) in enumerate(prompts):
             # The client's own x-request-id may come twice; the engine's ids must not.
             request_id = f"{self._id}-{self._service.next_number()}"
             self._client.submit(request_id, ids, params, partial(mailbox.post, inbox, prompt))

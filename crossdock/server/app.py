@@ -76,16 +76,14 @@ def create_app(
 
 async def completions(request: Request) -> Response:
     service, client, body = await _begin(request, CompletionBody)
-    service.check_room(1, client)
-    job = await completion_job(body, client, service.config.max_queue)
+    job = await completion_job(body, client, service)
     service.ready()
     return Answer(service, client, job, _trace(request))
 
 
 async def chat_completions(request: Request) -> Response:
     service, client, body = await _begin(request, ChatBody)
-    service.check_room(1, client)
-    job = await chat_job(body, client)
+    job = await chat_job(body, client, service)
     service.ready()
     return Answer(service, client, job, _trace(request))
 

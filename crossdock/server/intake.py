@@ -9,6 +9,7 @@ from crossdock.core import RequestError, SamplingParams
 from crossdock.server.border import EngineClient, Tokenizer
 from crossdock.server.errors import ApiError
 from crossdock.server.schema import ChatBody, CompletionBody, Message, StreamOptions
+from crossdock.server.service import Service
 
 _INLINE_CHARS = 2000
 """Longer texts are tokenized in a thread, so that the event loop goes on serving."""
@@ -29,16 +30,10 @@ class Job:
         return sum(len(ids) for ids, _ in self.prompts)
 
 
-async def completion_job(body: CompletionBody, client: EngineClient, max_sequences: int) -> Job:
+async def completion_job(body: CompletionBody, client: EngineClient, service: Service) -> Job:
     params = _sampling(body, body.max_tokens, body.logprobs)
     texts_or_ids = _prompts(body.prompt)
-    sequences = len(texts_or_ids) * params.n
-    if len(texts_or_ids) > 1 and sequences > max_sequences:
-        raise ApiError(
-            400,
-            f"prompt: {sequences} sequences at once, at most {max_sequences} are taken",
-            "prompt",
-        )
+    service.check_room(len(texts_or_ids), params.n, client)
     prompts = []
     for prompt in texts_or_ids:
         ids = await encode(client.tokenizer, prompt) if isinstance(prompt, str) else prompt
@@ -46,7 +41,7 @@ async def completion_job(body: CompletionBody, client: EngineClient, max_sequenc
     return Job(False, tuple(prompts), body.stream, _usage(body))
 
 
-async def chat_job(body: ChatBody, client: EngineClient) -> Job:
+async def chat_job(body: ChatBody, client: EngineClient, service: Service) -> Job:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400,
@@ -61,6 +56,7 @@ async def chat_job(body: ChatBody, client: EngineClient) -> Job:
     renamed = {"max_tokens": field, "logprobs": "top_logprobs"}
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _sampling(body, limit, logprobs, renamed)
+    service.check_room(1, params.n, client)
     ids = await render(client.tokenizer, body.messages)
     prompt = _fit(ids, params, client, "messages", field, client.max_model_len)
     return Job(True, (prompt,), body.stream, _usage(body))

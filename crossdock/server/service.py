@@ -82,12 +82,25 @@ class Service:
                 404, f"model {asked!r} is not served here; {name!r} is", "model", "model_not_found"
             )
 
-    def check_room(self, prompts: int, client: EngineClient) -> None:
-        limit = self.config.max_queue
-        if client.num_open() + prompts > limit:
+    def check_room(self, prompts: int, n: int, client: EngineClient) -> None:
+        """Of one request: `n` sequences for each of its prompts.
+
+        Raises:
+            ApiError: 400 if that is more than is ever taken, 429 if there is no room now.
+        """
+        limit, sequences = self.config.max_queue, prompts * n
+        if sequences > limit:
+            param = "n" if n > limit else "prompt"
+            raise ApiError(
+                400,
+                f"{param}: {sequences} sequences at once, at most {limit} are taken "
+                "(setting max_queue)",
+                param,
+            )
+        if client.num_open() + sequences > limit:
             raise ApiError(
                 429,
-                f"the queue of {limit} requests is full; try again later",
+                f"the queue of {limit} sequences has no room for {sequences} more; try again later",
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )

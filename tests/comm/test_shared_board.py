@@ -1,3 +1,6 @@
+import threading
+import time
+
 import pytest
 
 from crossdock.comm import Board, SharedMemory, build_world, shm_bytes
@@ -86,4 +89,25 @@ def test_a_rank_that_does_not_start_is_named_before_any_group_is_made(monkeypatc
     with pytest.raises(RankLost, match=r"come to the start within 0\.1 s: rank 1") as caught:
         build_world(0, 2, "cpu", "collective", fds, str(tmp_path / "store"), 60.0)
     assert caught.value.rank == 1
+    memory.close_fd()
+
+
+def test_a_rank_that_waits_for_another_to_start_goes_on_beating(monkeypatch, tmp_path):
+    """Or the gateway would call it lost. The groups, made afterwards, are not this test's."""
+    monkeypatch.setattr(world_module, "_gloo", lambda *args: None)
+    memory = SharedMemory.create(shm_bytes(2))
+    board = Board(1, 2, memory)
+    arguments = (2, "cpu", "collective", {"shm": memory.fd}, str(tmp_path / "store"), 0.05)
+    first = threading.Thread(target=build_world, args=(0, *arguments))
+    first.start()
+    try:
+        age, beats, until = board.heartbeat_age(0), 0, time.monotonic() + 30
+        while beats < 3 and time.monotonic() < until:
+            before, age = age, board.heartbeat_age(0)
+            beats += age < before  # else it only grows
+        assert beats == 3 and first.is_alive()
+    finally:
+        build_world(1, *arguments)
+        first.join(30)
+    assert not first.is_alive()
     memory.close_fd()

@@ -91,11 +91,23 @@ def test_counts_return_to_nothing():
             if rng.random() < 0.5:
                 router.started(live[-1])
                 router.started(live[-1])
-        assert sum(requests(router)) == len(live)
+        assert sum(requests(router)) == len(live) == router.num_open
     for name in live:
         router.release(name)
         router.release(name)
     assert router.loads == (GroupLoad(),) * 4
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_digests_may_be_computed_before(caching):
+    rng = random.Random(3)
+    routers = [make(max_num_seqs=99, prefix_caching=caching) for _ in range(2)]
+    prompts = [prompt(rng.randint(0, 90), rng) for _ in range(9)]
+    for i in range(200):
+        tokens = rng.choice(prompts)
+        given = routers[0].route(f"r{i}", tokens, 30, routers[0].page_digests(tokens))
+        assert given == routers[1].route(f"r{i}", tokens, 30)
+    assert routers[0].loads == routers[1].loads
 
 
 def test_an_id_is_routed_once():

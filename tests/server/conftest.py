@@ -171,15 +171,16 @@ class FakeClient:
 
     def __post_init__(self) -> None:
         self.config, self.spec = EngineConfig(model="m", ranks=2), SPEC
-        self._open: dict[str, threading.Event] = {}
+        self._open: dict[str, tuple[threading.Event, list[list[FakeUpdate]]]] = {}
 
     def submit(self, request_id, prompt_ids, params, on_update) -> None:
         if self.failure is not None:
             raise RankLost(self.failure)
         assert request_id not in self._open
-        stop = self._open[request_id] = threading.Event()
+        stop = threading.Event()
         self.submitted.append(SimpleNamespace(id=request_id, prompt=prompt_ids, params=params))
         scripts = [self.script(prompt_ids, params, index) for index in range(params.n)]
+        self._open[request_id] = stop, scripts
         threading.Thread(
             target=self._play, args=(request_id, scripts, on_update, stop), daemon=True
         ).start()
@@ -198,9 +199,8 @@ class FakeClient:
 
     def abort(self, request_id: str) -> None:
         self.aborts.put(request_id)
-        stop = self._open.pop(request_id, None)
-        if stop is not None:
-            stop.set()
+        if request_id in self._open:
+            self._open.pop(request_id)[0].set()
         if self.permits is not None:
             self.permits.release()
 
@@ -208,7 +208,8 @@ class FakeClient:
         return self.snapshot_list
 
     def num_open(self) -> int:
-        return len(self._open)
+        scripts = [script for _, scripts in list(self._open.values()) for script in scripts]
+        return sum(map(bool, scripts))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import time
 import pytest
 
 PROMPT = {"model": "storyteller", "prompt": "abc"}
+CHAT_PATH = "/v1/chat/completions"
 CHAT = {"model": "storyteller", "messages": [{"role": "user", "content": "abc"}]}
 
 
@@ -241,6 +242,36 @@ def test_full_queue(serve, fakes):
         assert [a.status_code for a in answers] == [200, 200]
         assert server.http.post("/v1/completions", json=PROMPT).status_code == 200
         assert 'status="429"} 1.0' in server.http.get("/metrics").text
+
+
+def test_every_choice_takes_a_place_in_the_queue(serve, fakes):
+    client = fakes.Client(permits=threading.Semaphore(0))
+    with serve(client, max_queue=4) as server:
+
+        def post(path="/v1/completions", body=PROMPT, **changes):
+            return server.http.post(path, json={**body, **changes})
+
+        for stream in (False, True):  # never admitted, whatever else is open
+            for response in (post(n=5, stream=stream), post(CHAT_PATH, CHAT, n=5, stream=stream)):
+                error = error_of(response, 400)
+                assert error["param"] == "n" and "5 sequences" in error["message"]
+                assert "at most 4" in error["message"] and "max_queue" in error["message"]
+        error = error_of(post(prompt=["a", "b", "c"], n=2), 400)
+        assert error["param"] == "prompt" and "6 sequences" in error["message"]
+        assert not client.submitted
+
+        answers = []
+        thread = threading.Thread(target=lambda: answers.append(post(n=3)))
+        thread.start()
+        while client.num_open() < 3:
+            thread.join(0.01)
+        for response in (post(n=2), post(prompt=["a", "b"]), post(CHAT_PATH, CHAT, n=4)):
+            assert error_of(response, 429)["code"] == "queue_full"
+        assert len(client.submitted) == 1
+        client.permits.release(1000)
+        thread.join(30)
+        assert answers[0].status_code == 200 and client.num_open() == 0
+        assert post(n=4).status_code == post(prompt=["a", "b"], n=2).status_code == 200
 
 
 def test_a_client_that_breaks_is_a_500_with_an_id(serve, fakes):

@@ -188,7 +188,7 @@ def test_all_prompts_of_a_client_that_leaves_are_stopped(serve, fakes):
     with serve(client) as server:
         sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
         sock.sendall(head(Content_Length=length(body)) + body)
-        while client.num_open() < 3:
+        while client.num_open() < 6:
             client.permits.acquire(timeout=0.01)
         sock.close()
         stopped = {client.aborts.get(timeout=30) for _ in range(3)}

@@ -294,7 +294,7 @@ def test_a_full_queue_and_the_key(tmp_path):
             with standing_still(server):
                 answer = server.http.post("/v1/completions", json=LONG)
             assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
-            assert "2 requests" in answer.json()["error"]["message"]
+            assert "2 sequences" in answer.json()["error"]["message"]
         until(lambda: running(server) == 0)
         short = server.http.post("/v1/completions", json={**LONG, "max_tokens": 2})
         assert short.status_code == 200
