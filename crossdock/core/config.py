@@ -225,8 +225,9 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None
     api_key: str | None = None
-    max_queue: int = 512
-    """Open sequences, n for each prompt of a request, beyond which the answer is 429."""
+    max_queue: int | None = None
+    """Open sequences, n for each prompt of a request, beyond which the answer is 429. None: twice
+    as many as run at once, at least 512."""
     max_body_mib: float = 4.0
     drain_s: float = 30.0
     """How long SIGTERM waits for running requests."""
@@ -234,7 +235,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be between 0 and 65535, got {self.port}")
-        _at_least("max_queue", self.max_queue, 1)
+        if self.max_queue is not None:
+            _at_least("max_queue", self.max_queue, 1)
         _above_0("max_body_mib", self.max_body_mib)
         if not self.drain_s >= 0:
             raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")

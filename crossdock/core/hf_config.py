@@ -303,6 +303,8 @@ _PARSERS: dict[str, Callable[[str, Config], ModelSpec]] = {
     "MixtralForCausalLM": _mixtral,
     "OlmoeForCausalLM": _olmoe,
 }
+ARCHITECTURES = frozenset(_PARSERS)
+"""Those that the engine runs."""
 _BY_MODEL_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",

@@ -204,7 +204,7 @@ def _runnable(
     plain = q.spec.dtype if q.spec.dtype in ("float16", "float32") else "bfloat16"
     formats = Formats(
         q.formats.weights_dtype if weights_run(q.formats.weights_dtype, q.hardware) else plain,
-        q.formats.kv_dtype if kv_runs(q.formats.kv_dtype) else plain,
+        q.formats.kv_dtype if kv_runs(q.formats.kv_dtype, q.hardware) else plain,
     )
     try:
         found = search(
@@ -230,8 +230,9 @@ def _overload(deployment: Deployment, q: Question) -> str:
     """Of a rate that is asked for and not carried."""
     asked = q.work.request_rate or 0.0
     needed = -(-deployment.gpus * asked // deployment.rate)
+    gpus = f"{ANY_NUMBER:,} GPUs, the most looked at" if q.gpus is None else f"{q.gpus:,} GPUs"
     return (
-        f"--rate {asked:g} overloads {q.gpus} GPUs: the best layout carries {deployment.rate:.4g} "
+        f"--rate {asked:g} overloads {gpus}: the best layout carries {deployment.rate:.4g} "
         f"requests/s at {deployment.rate / deployment.capacity:.0%} load: short by "
         f"{asked - deployment.rate:.4g} requests/s, about {needed - deployment.gpus:,.0f} GPUs"
     )

@@ -110,7 +110,13 @@ def _arrivals(answer: Answer, traffic: str) -> tuple[Arrival, ...]:
         )
     long_s = REQUESTS_LONG * (best.ttft_s + work.osl * best.tpot_s)
     seconds = values[1] if len(values) == 2 else max(LEAST_S, long_s)
-    return poisson(values[0], seconds, work.isl, work.osl)
+    arrivals = poisson(values[0], seconds, work.isl, work.osl)
+    if not arrivals:
+        raise ConfigError(
+            f"--simulate {traffic!r}: no request arrives within {seconds:g} s; simulate longer, as "
+            f"in poisson:{values[0]:g}:{100 / values[0]:.0f}"
+        )
+    return arrivals
 
 
 def _pools(answer: Answer, best: Deployment) -> tuple[Pool, ...]:

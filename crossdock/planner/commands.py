@@ -12,10 +12,12 @@ from typing import Any, get_args, get_type_hints
 
 from crossdock.core import EngineConfig, ModelSpec
 from crossdock.core.config import TP_SIZES
+from crossdock.core.hf_config import ARCHITECTURES
 from crossdock.core.staging import SCALE_BLOCK
 from crossdock.core.tensor_parallel import why_not_tp
 from crossdock.planner.hardware import Hardware
 from crossdock.planner.layout import Layout
+from crossdock.planner.memory import MEMORY_SHARE
 from crossdock.planner.search_deployment import Deployment, Side
 
 GPUS_OF_A_HOST = 8
@@ -45,6 +47,8 @@ def missing_here(deployment: Deployment, spec: ModelSpec, hardware: Hardware) ->
 def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> list[str]:
     offered, fp8_weights = get_type_hints(EngineConfig), _is_fp8(layout.weights_dtype)
     rules = (
+        (spec.architecture not in ARCHITECTURES, f"architecture {spec.architecture}"),
+        (_is_amd(hardware), "GPUs of AMD"),
         (
             layout.gpus > min(hardware.domain_size, GPUS_OF_A_HOST),
             "an instance over several nodes",
@@ -60,7 +64,7 @@ def missing_in_layout(layout: Layout, spec: ModelSpec, hardware: Hardware) -> li
             not weights_run(layout.weights_dtype, hardware),
             f"weights kept in {layout.weights_dtype}",
         ),
-        (not kv_runs(layout.kv_dtype), f"KV in {layout.kv_dtype}"),
+        (not kv_runs(layout.kv_dtype, hardware), f"KV in {layout.kv_dtype}"),
         (layout.overlap == "tbo" and "overlap" not in offered, "two-batch overlap"),
         (
             layout.mode == "low_latency" and "nvlink" not in get_args(offered["transport"]),
@@ -82,8 +86,11 @@ def crossdock_commands(
         "max_num_batched_tokens": round(p.point.batch * layout.tp),
         "max_model_len": isl + osl,
         "redundant_experts": redundant_experts(layout, spec),
+        "gpu_memory_utilization": MEMORY_SHARE,
     }
     text = "\n".join(f"{key} = {value}" for key, value in settings.items())
+    if layout.experts == "ep" and layout.gpus > 1:
+        text += '\nrebalance = "auto"'  # the plan's loads are those after EPLB
     if _is_fp8(layout.weights_dtype) != (spec.quant is not None):
         text += f'\nquantize = "{"fp8" if _is_fp8(layout.weights_dtype) else "none"}"'
     if _is_fp8(layout.kv_dtype):
@@ -107,8 +114,9 @@ def weights_run(dtype: str, hardware: Hardware) -> bool:
     return dtype in _plain() or (_is_fp8(dtype) and dtype in hardware.flops)
 
 
-def kv_runs(dtype: str) -> bool:
-    return dtype in _plain() or _is_fp8(dtype)
+def kv_runs(dtype: str, hardware: Hardware) -> bool:
+    """The same for KV: the kernels convert E4M3 where the GPU multiplies it."""
+    return weights_run(dtype, hardware)
 
 
 def _plain() -> tuple[str, ...]:
@@ -276,8 +284,9 @@ def _vllm_backend(layout: Layout, hardware: Hardware) -> str:
 
 
 def _checkpoint(model: str) -> str:
-    """A shipped description is no checkpoint: whoever runs it names one."""
-    return shlex.quote(model) if "/" in model else "$MODEL"
+    """A description, shipped or in a file, is no checkpoint: whoever runs it names one."""
+    described = "/" not in model or model.endswith((".toml", ".json"))
+    return "$MODEL" if described else shlex.quote(model)
 
 
 def _is_amd(hardware: Hardware) -> bool:

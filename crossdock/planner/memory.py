@@ -13,6 +13,8 @@ EXPERT_WORKSPACE_BYTES = 256 << 20
 """What the experts hold of gathered rows and products at once; more rows go in waves."""
 LIBRARY_BYTES = 1 << 30
 """CUDA context, cuBLAS and NCCL of one process on a Hopper GPU, rounded up."""
+MEMORY_SHARE = 0.9
+"""Of a GPU's memory that may be filled."""
 GRAPH_BYTES = 1 << 30
 """Captured decode graphs, which share one pool: engines report 0.5 to 2 GiB."""
 SAMPLED_ROWS = 512
@@ -256,7 +258,7 @@ def plan_memory(
     layout: Layout,
     workload: Workload,
     *,
-    memory_share: float = 0.9,
+    memory_share: float = MEMORY_SHARE,
 ) -> MemoryPlan:
     """`memory_share`: of the GPU's memory that may be filled. Never raises for what does not fit:
     the plan says so."""
@@ -293,7 +295,7 @@ def smallest_ep(
     layout: Layout,
     workload: Workload,
     *,
-    memory_share: float = 0.9,
+    memory_share: float = MEMORY_SHARE,
 ) -> SmallestEP:
     """The smallest number of GPUs over which the experts fit with one request's KV; `layout` gives
     all but that number."""

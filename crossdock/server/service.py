@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from crossdock.core import ServerConfig
+from crossdock.core import EngineConfig, ServerConfig
 from crossdock.metrics import GatewayMetrics
 from crossdock.metrics.exposition import Engine
 from crossdock.server.border import EngineClient
@@ -17,6 +17,7 @@ from crossdock.server.errors import ApiError
 from crossdock.server.mailbox import Inbox, Mailbox
 
 _log = logging.getLogger(__name__)
+_LEAST_QUEUE = 512
 _BODY_S = 30.0
 """How long a body may take to arrive."""
 
@@ -88,7 +89,7 @@ class Service:
         Raises:
             ApiError: 400 if that is more than is ever taken, 429 if there is no room now.
         """
-        limit, sequences = self.config.max_queue, prompts * n
+        limit, sequences = self._most_open(client.config), prompts * n
         if sequences > limit:
             param = "n" if n > limit else "prompt"
             raise ApiError(
@@ -104,6 +105,10 @@ class Service:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
+
+    def _most_open(self, engine: EngineConfig) -> int:
+        most_running = engine.max_num_seqs * engine.groups
+        return self.config.max_queue or max(_LEAST_QUEUE, 2 * most_running)
 
     def next_number(self) -> int:
         return next(self._numbers)

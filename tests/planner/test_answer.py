@@ -136,7 +136,21 @@ def test_fp8_weights_run_where_the_gpu_multiplies_them():
     q = question("qwen3-30b-a3b", "h200", 8, 1000, 500)
     q = replace(q, formats=formats_of(q.spec, "fp8", None))
     (settings, _) = [c.line for c in commands(answer_question(q)) if c.engine == "crossdock"]
-    assert 'quantize = "fp8"' in settings
+    assert 'quantize = "fp8"' in settings and 'rebalance = "auto"' in settings
+
+
+def test_what_no_layout_makes_runnable_is_named(large):
+    layout, spec = large.best.decode.point.layout, large.question.spec
+    for hardware, changed, wanted in (
+        ("h200", {"architecture": "Glm4MoeForCausalLM"}, "architecture Glm4MoeForCausalLM"),
+        ("mi300x", {}, "GPUs of AMD"),
+    ):
+        assert wanted in missing_in_layout(
+            layout, replace(spec, **changed), load_hardware(hardware)
+        )
+    fp8_kv = replace(layout, weights_dtype="bfloat16", kv_dtype="float8_e4m3fn")
+    assert "KV in float8_e4m3fn" in missing_in_layout(fp8_kv, spec, load_hardware("a100"))
+    assert "KV in float8_e4m3fn" not in missing_in_layout(fp8_kv, spec, load_hardware("h200"))
 
 
 def test_crossdocks_own_command_is_one_it_accepts(small, tmp_path):
@@ -329,6 +343,11 @@ def test_a_simulation_beyond_capacity_is_called_overloaded(short):
 def test_traffic_that_is_none_is_refused(small, traffic):
     with pytest.raises(ConfigError):
         simulation(small, traffic)
+
+
+def test_traffic_without_a_request_is_refused(small):
+    with pytest.raises(ConfigError, match="no request arrives within 10 s; simulate longer"):
+        simulation(small, "poisson:0.0001:10")
 
 
 def test_the_same_traffic_is_compared_otherwise(large):

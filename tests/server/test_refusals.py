@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -242,6 +243,15 @@ def test_full_queue(serve, fakes):
         assert [a.status_code for a in answers] == [200, 200]
         assert server.http.post("/v1/completions", json=PROMPT).status_code == 200
         assert 'status="429"} 1.0' in server.http.get("/metrics").text
+
+
+def test_the_queue_has_room_for_twice_what_runs_at_once(serve, fakes):
+    client = fakes.Client()
+    for running, most in ((10, 512), (300, 1200)):  # of each of two ranks
+        client.config = replace(client.config, max_num_seqs=running)
+        with serve(client) as server:
+            response = server.http.post("/v1/completions", json={**PROMPT, "prompt": ["a"] * 1201})
+            assert f"1201 sequences at once, at most {most}" in error_of(response, 400)["message"]
 
 
 def test_every_choice_takes_a_place_in_the_queue(serve, fakes):
