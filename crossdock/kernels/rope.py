@@ -64,6 +64,14 @@ def _heads(
 
 
 @triton.jit
+def _finite(x, dtype: tl.constexpr):
+    """What is not a number as 0, the rest within range of `dtype`. A tile of keys may reach into
+    another sequence's page, and what is masked there is multiplied by 0."""
+    most: tl.constexpr = 65504.0 if dtype == tl.float16 else 1e38
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -most), most), 0.0)
+
+
+@triton.jit
 def _write_heads(
     x, cache_ptr, scale_ptr, slot, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
@@ -71,6 +79,7 @@ def _write_heads(
     head = tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_D)
     mask = (head < HEADS)[:, None] & (i < D)[None, :]
+    x = _finite(x, cache_ptr.dtype.element_ty)
     if SCALED:
         values, scale = quantise_blocks(x, INTERPRET)
         tl.store(scale_ptr + slot * HEADS + head, scale, mask=head < HEADS)
@@ -181,8 +190,9 @@ def _mla_kernel(
         latent = normed(latent, weight, eps, L)
         key = tl.load(kv_ptr + L + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
         turn = tl.load(kv_ptr + L + partner, mask=r < R, other=0.0).to(tl.float32)[None, :]
-        key = key * cos + turn * sin
         dtype: tl.constexpr = cache_ptr.dtype.element_ty
+        key = _finite(key * cos + turn * sin, dtype)
+        latent = _finite(latent, dtype)
         at = cache_ptr + slot * (L + R)
         one = tl.arange(0, 1)
         if SCALED:

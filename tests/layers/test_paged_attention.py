@@ -162,6 +162,26 @@ def test_an_fp8_cache_costs_a_few_percent(name):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("name", ["head norms", "window", "mla"])
+def test_what_is_not_finite_stays_with_its_sequence(name, fp8):
+    """Sequence 0 has page 0, which tiles of other sequences reach into, and the pages that sequence
+    1 gets after it."""
+    spec = SPECS[name]
+    for layer, planner in zip(*(iter(build(spec, fp8)),) * 2, strict=True):
+        cache = cache_of(spec, fp8)
+        table = torch.stack((torch.arange(20), torch.arange(20), 20 + torch.randperm(20)))
+        x = torch.randn(40, H, device=DEVICE)
+        x[3:9] = float("nan")
+        x[11] = float("inf")
+        layer(x, cache, planner(batch_of(table, {0: (0, 40)}), PAGE))
+        assert all(tensor.float().isfinite().all() for tensor in cache)
+        for work in ({1: (0, 5), 2: (0, 9)}, {1: (5, 1), 2: (9, 1)}, {2: (10, 3)}):
+            batch = batch_of(table, work)
+            x = torch.randn(batch.positions_T.shape[0], H, device=DEVICE)
+            assert layer(x, cache, planner(batch, PAGE)).isfinite().all()
+
+
 def test_long_prefills_take_the_heads_in_turns(monkeypatch):
     spec = SPECS["mla"]
     theirs, their_planner, ours, our_planner = build(spec)
