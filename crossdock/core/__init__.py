@@ -31,11 +31,19 @@ from crossdock.core.protocols import (
     SlotLayer,
     Transport,
 )
-from crossdock.core.request import Request, Sampled, SamplingParams, TokenLogprob, TokenOutput
+from crossdock.core.request import (
+    BROKEN,
+    Request,
+    Sampled,
+    SamplingParams,
+    TokenLogprob,
+    TokenOutput,
+)
 from crossdock.core.tensor_parallel import check_tp, shard_attention
 from crossdock.core.topology import Member, Move, Placement, Routing, Topology, share_of
 
 __all__ = [
+    "BROKEN",
     "KV",
     "Busy",
     "CapacityError",

@@ -85,6 +85,10 @@ class TokenLogprob:
     """1 for the most likely token."""
 
 
+BROKEN = -1
+"""In a token's place: the logits are not finite."""
+
+
 class Sampled(NamedTuple):
     """What the sampler chose for one sequence in one step. This and what follows are tuples: one is
     made, and travels, for every token."""

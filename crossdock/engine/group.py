@@ -100,10 +100,10 @@ class GroupSampler(Sampler):
         if self._group.rank == 0 or not items:
             draw = super().draw(logits_BV, items, mask)
             if items:
-                self._group.broadcast(draw.ids_B)
+                self._group.broadcast(draw.told_B)
             return draw
-        ids_B = torch.empty(len(items), dtype=torch.int64, device=self.device)
-        return told(self._group.broadcast(ids_B))
+        told_B = torch.empty(len(items), dtype=torch.int64, device=self.device)
+        return told(self._group.broadcast(told_B))
 
 
 def exchanged_bytes(config: EngineConfig, spec: ModelSpec, dtype_bytes: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdock.core import Sampled, Scheduled, TokenLogprob
+from crossdock.core import BROKEN, Sampled, Scheduled, TokenLogprob
 from crossdock.engine.row_ops import row_ops
 
 GREEDY_BELOW = 1e-5
@@ -25,21 +25,23 @@ LOWEST_LOGPROB = -9999.0
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """Tokens that are being drawn: ids_B int64 on the device. `read`: waits for them."""
+    """Tokens that are being drawn, int64 on the device: told_B as the host is told them, BROKEN
+    where logits are; ids_B what the next step takes. `read`: waits for them."""
 
+    told_B: Tensor
     ids_B: Tensor
     read: Callable[[], list[Sampled]]
 
 
-def told(ids_B: Tensor) -> Draw:
+def told(told_B: Tensor) -> Draw:
     """Tokens without their probabilities, on their way to the host."""
-    tokens_B, wait = _to_host(ids_B), launched_until_now(ids_B.device)
+    tokens_B, wait = _to_host(told_B), launched_until_now(told_B.device)
 
     def read() -> list[Sampled]:
         wait()
         return [Sampled(token) for token in tokens_B.tolist()]
 
-    return Draw(ids_B, read)
+    return Draw(told_B, told_B.clamp(min=0), read)
 
 
 def launched_until_now(device: torch.device) -> Callable[[], None]:
@@ -79,19 +81,23 @@ class Sampler:
                 some token, never an error.
         """
         if not items:
-            return Draw(self._tensor([], torch.int64), list)
+            none = self._tensor([], torch.int64)
+            return Draw(none, none, list)
         ids_B = self._choose(self._adjust(logits_BV, items, mask), items)
         rows = [r for r, item in enumerate(items) if item.request.params.logprobs is not None]
         finish = self._logprobs(logits_BV, ids_B, items, rows) if rows else None
-        drawn = told(ids_B)
+        # A hidden state that is not finite makes all logits so: looking at one costs least.
+        broken_B = ~logits_BV.gather(1, ids_B[:, None])[:, 0].isfinite()
+        drawn = told(ids_B.masked_fill(broken_B, BROKEN))
 
         def read() -> list[Sampled]:
             sampled = drawn.read()
             for row, result in zip(rows, finish() if finish else (), strict=True):
-                sampled[row] = result
+                if sampled[row].token_id != BROKEN:
+                    sampled[row] = result
             return sampled
 
-        return Draw(ids_B, read)
+        return Draw(drawn.told_B, drawn.ids_B, read)
 
     def _adjust(self, logits_BV: Tensor, items: Sequence[Scheduled], mask: Tensor | None) -> Tensor:
         """After mask, min_tokens, logit_bias and penalties; the same tensor if none apply."""

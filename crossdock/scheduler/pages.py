@@ -112,6 +112,13 @@ class PagePool:
                 else:
                     self._cached[page] = None
 
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Let nobody find these used pages any more."""
+        for page in pages:
+            digest, self._digest_of[page] = self._digest_of[page], None
+            if digest is not None:
+                del self._page_of[digest]
+
     def publish(self, page: int, digest: bytes) -> None:
         """Let others find a full page. The first page of a digest stays; its twins stay private."""
         if digest not in self._page_of:

@@ -9,9 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from crossdock.core import Plan, Request, Sampled, Scheduled, TokenOutput
+from crossdock.core import BROKEN, Plan, Request, Sampled, Scheduled, TokenOutput
 from crossdock.scheduler.pages import PagePool, extend_digests, root_digest
 from crossdock.scheduler.sequence import SequenceState
+
+NOT_FINITE = (
+    "the model's logits are not finite: its weights are damaged, or its values leave the range of "
+    "the dtype (float16 has the smallest: try bfloat16)"
+)
 
 
 class Scheduler:
@@ -271,6 +276,9 @@ class Scheduler:
             if item.sample and seq.alive:
                 if token is None:
                     raise ValueError(f"request {seq.request.id!r} samples, got no token")
+                if token.token_id == BROKEN:
+                    outputs.append(self._fail(seq))
+                    continue
                 outputs.append(self._append(seq, token))
                 generated += 1
         self._totals["generation_tokens_total"] += generated
@@ -296,6 +304,12 @@ class Scheduler:
             num_cached_tokens=seq.num_cached if first else 0,
             queue_seconds=seq.queue_seconds if first else 0.0,
         )
+
+    def _fail(self, seq: SequenceState) -> TokenOutput:
+        """Nobody else is to begin with what this one computed."""
+        self.pool.withdraw(seq.pages)
+        self._close(seq)
+        return TokenOutput(seq.request.id, finish_reason="error", error=NOT_FINITE)
 
     def _close(self, seq: SequenceState) -> None:
         (self._running if seq.running else self._waiting).remove(seq)

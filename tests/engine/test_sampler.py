@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdock.core import Request, Sampled, SamplingParams, Scheduled
+from crossdock.core import BROKEN, Request, Sampled, SamplingParams, Scheduled
 from crossdock.engine.sampler import Sampler, uniform
 
 EOS = 3
@@ -280,8 +280,7 @@ def test_a_mask_is_obeyed(params):
 def test_rows_without_a_choice_still_yield_a_token(params):
     items = [make_item(n, logprobs=3, **params) for n in range(20)]
     nothing = torch.zeros(20, 9, dtype=torch.bool)
-    broken = torch.full((20, 9), torch.nan)
-    for result in sample(torch.randn(20, 9), items, nothing) + sample(broken, items):
+    for result in sample(torch.randn(20, 9), items, nothing):
         assert 0 <= result.token_id < 9
         assert torch.isfinite(as_tensor(result)).all()
 
@@ -332,3 +331,17 @@ def test_impossible_tokens_have_finite_logprobs():
 
 def test_no_rows():
     assert sample(torch.empty(0, 10), []) == []
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 1.0, "logprobs": 2}])
+def test_rows_that_are_not_finite_are_told_as_broken(params):
+    logits = torch.randn(4, 50)
+    logits[1] = float("nan")
+    logits[3] = float("inf")
+    items = [make_item(key, **params) for key in range(4)]
+    draw = Sampler(50, "cpu").draw(logits, items)
+    assert (draw.ids_B >= 0).all()
+    got = draw.read()
+    assert [s.token_id == BROKEN for s in got] == [False, True, False, True]
+    alone = sample(logits[[0, 2]], [items[0], items[2]])
+    assert [got[0], got[2]] == alone

@@ -2,7 +2,7 @@ from itertools import count
 
 import pytest
 
-from crossdock.core import Request, Sampled, SamplingParams
+from crossdock.core import BROKEN, Request, Sampled, SamplingParams
 from crossdock.scheduler import Scheduler
 
 
@@ -257,6 +257,29 @@ def test_abort_frees_pages_at_once(when):
     assert [i.request.id for i in step(s)[0].items] == ["keep"]
     s.add(request("gone", 3))  # the id is free again
     assert "gone" in [i.request.id for i in step(s)[0].items]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_broken_logits_end_their_request_alone_and_leave_no_prefix(ahead):
+    s = make()
+    s.add(request("good", range(9), max_tokens=3))
+    s.add(request("bad", range(100, 109)))
+    plan = s.plan()
+    s.advance(plan)
+    if ahead:  # the step after is launched before this one is read
+        later = s.plan()
+        s.advance(later)
+    good, bad = s.observe(plan, [Sampled(7), Sampled(BROKEN)])
+    assert (good.tokens, good.finish_reason) == ((Sampled(7),), None)
+    assert (bad.tokens, bad.finish_reason) == ((), "error") and "not finite" in bad.error
+    if ahead:
+        (again,) = s.observe(later, [Sampled(8), Sampled(BROKEN)])
+        assert again.request_id == "good"
+    s.add(request("same", range(100, 109), max_tokens=1))
+    assert ("same", 0, 9, True) in shape(step(s)[0])
+    while s.has_work:
+        step(s)
+    assert s.pool.num_used == 0
 
 
 def test_a_refused_request_can_be_aborted():
