@@ -5,6 +5,9 @@ import numpy as np
 from crossdock.balance.base import Problem
 from crossdock.core import ConfigError
 
+MAX_LOAD = 1e30
+"""What experts pack by in float32 stays within its range."""
+
 
 def check_problem(problem: Problem) -> None:
     """Raises ConfigError, which names what was given and the nearest values that work."""
@@ -31,17 +34,17 @@ def check_problem(problem: Problem) -> None:
 
 
 def check_loads(load: np.ndarray, name: str, axes: str, dims: int) -> None:
-    """Raises ConfigError unless `load` has numbers, all finite and none negative."""
+    """Raises ConfigError unless `load` has numbers from 0 to `MAX_LOAD`."""
     if not isinstance(load, np.ndarray) or load.ndim != dims or 0 in load.shape:
         raise ConfigError(f"{name}: expected numbers {axes}, got shape {np.shape(load)}")
     if not (np.issubdtype(load.dtype, np.number) and np.isrealobj(load)):
         raise ConfigError(f"{name}: expected numbers {axes}, got values of type {load.dtype}")
-    wrong = ~np.isfinite(load) | (load < 0)
+    wrong = ~((load >= 0) & (load <= MAX_LOAD))  # NaN is neither
     if wrong.any():
         where = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ConfigError(
-            f"{name}{list(where)} is {load[where]}: a load is a finite number from 0 "
-            f"({int(wrong.sum())} of {load.size} are not)"
+            f"{name}{list(where)} is {load[where]}: a load is a finite number from 0 to "
+            f"{MAX_LOAD:g} ({int(wrong.sum())} of {load.size} are not)"
         )
 
 

@@ -136,14 +136,23 @@ def _read(path: Path) -> "Loads":
         document = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (pickle.UnpicklingError, RuntimeError):
+    except (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError):
         raise unsafe from None
-    if isinstance(document, dict):
-        document = {
-            key: value.numpy() if isinstance(value, torch.Tensor) else value
-            for key, value in document.items()
-        }
-    return parse_loads(document, str(path))
+    try:
+        return parse_loads(_without_tensors(document), str(path))
+    except (TypeError, RuntimeError) as error:  # sparse ones, and whatever else numpy has not
+        raise ConfigError(f"{path}: expected dense tensors of numbers: {error}") from None
+
+
+def _without_tensors(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return (value.double() if value.is_floating_point() else value).numpy()
+    if isinstance(value, dict):
+        return {key: _without_tensors(entry) for key, entry in value.items()}
+    return [_without_tensors(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _expert_bytes(model: Path) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from crossdock.core.errors import ConfigError
-from crossdock.core.recipes import find_recipe, read_toml, recipe_names
+from crossdock.core.recipes import find_recipe, positive, read_toml, recipe_names, share
 
 FP8 = "float8_e4m3fn"
 _OTHERS = {"pcie", "nvl"}
@@ -35,7 +35,7 @@ def ceilings_of(hardware: str, dtype: str) -> Ceilings:
         hardware: a shipped kind by name, or a file that `crossdock check --measure` wrote.
 
     Raises:
-        ConfigError: no such name or file, or it does not know the dtype.
+        ConfigError: no such name or file, it does not know the dtype, or a rate is none.
     """
     path: Path | None = Path(hardware).expanduser()
     if path is None or not path.is_file():
@@ -46,10 +46,13 @@ def ceilings_of(hardware: str, dtype: str) -> Ceilings:
             f"{', '.join(recipe_names('hardware'))}"
         )
     values = read_toml(path)
+    where, table = str(path), "matmul_tflop_per_s"
     try:
-        rates = values["matmul_tflop_per_s"]
-        memory = values["memory_gbytes_per_s"] * values.get("memory_achievable_share", 1.0)
-        return Ceilings(rates[dtype] * 1e12, memory * 1e9, path.name)
+        if not isinstance(values[table], dict):
+            raise ConfigError(f"{where}: {table} = {values[table]!r}; expected a table by dtype")
+        flops = positive(f"{where}: {table}", values[table], dtype) * 1e12
+        memory = positive(where, values, "memory_gbytes_per_s") * 1e9
+        return Ceilings(flops, memory * share(where, values, "memory_achievable_share"), path.name)
     except KeyError as error:
         raise ConfigError(
             f"{path}: no {error.args[0]}; `crossdock check --measure FILE` writes such a file"

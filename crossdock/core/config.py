@@ -1,6 +1,8 @@
 """The settings of an engine, and reading them from a TOML file."""
 
+import math
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -8,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from crossdock.core.errors import ConfigError
 
 TP_SIZES = (1, 2, 4)
+_LONGEST_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ class EngineConfig:
         parse_routing(self.routing)
         if self.layers is not None:
             _at_least("layers", self.layers, 1)
-        _above_0("deadline_s", self.deadline_s)
         _above_0("rebalance_step_mib", self.rebalance_step_mib)
-        _above_0("rebalance_interval_s", self.rebalance_interval_s)
+        for name in ("deadline_s", "rebalance_interval_s"):
+            _above_0(name, getattr(self, name))
+            _not_forever(name, getattr(self, name))
         if self.rebalance_policy in ("quota", "llep") and self.replica_choice != "quota":
             raise ConfigError(
                 f'rebalance_policy "{self.rebalance_policy}" needs replica_choice = "quota": its '
@@ -240,6 +244,7 @@ class ServerConfig:
         _above_0("max_body_mib", self.max_body_mib)
         if not self.drain_s >= 0:
             raise ConfigError(f"drain_s must be at least 0, got {self.drain_s}")
+        _not_forever("drain_s", self.drain_s)
 
 
 def _at_least(name: str, value: int, least: int) -> None:
@@ -250,6 +255,14 @@ def _at_least(name: str, value: int, least: int) -> None:
 def _above_0(name: str, value: float) -> None:
     if not value > 0:  # NaN is not
         raise ConfigError(f"{name} must be above 0, got {value}")
+    if value == math.inf:
+        raise ConfigError(f"{name} must be finite, got {value}")
+
+
+def _not_forever(name: str, seconds: float) -> None:
+    # Clocks that wait overflow at 2**63 ns, and NVLink kernels count in those.
+    if seconds > _LONGEST_S:
+        raise ConfigError(f"{name} must be at most {_LONGEST_S:g} (seconds), got {seconds}")
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -275,13 +288,34 @@ def load_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{where}: unknown; known keys: {', '.join(sorted(hints))}")
         if not _fits(value, hints[key]):
             raise ConfigError(f"{where}: got {value!r}, expected {_describe(hints[key])}")
+    engine, server = split_settings(values)
+    for key, value in values.items():
         try:
-            engine, server = split_settings({key: value})
-            alone = {"model": "", "ranks": engine.get("tp", 1)}  # as many as it needs at least
-            EngineConfig(**{**alone, **engine}), ServerConfig(**server)
+            if key in server:
+                ServerConfig(**{key: value})
+            else:
+                _check_in_company(key, engine)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"{path}:{_line_of(text, key)}: {key}: {error}") from None
     return values
+
+
+def _check_in_company(key: str, engine: dict[str, Any]) -> None:
+    """Raises ConfigError where `key` is wrong both alone and beside any other key of the file.
+
+    What two keys that are fine alone make together is not looked at: flags may change either.
+    """
+    try:
+        _check_engine({key: engine[key]})
+    except ConfigError:
+        for other in engine.keys() - {key}:
+            with suppress(ConfigError):
+                return _check_engine({key: engine[key], other: engine[other]})
+        raise
+
+
+def _check_engine(values: dict[str, Any]) -> None:
+    EngineConfig(**{"model": "", "ranks": values.get("tp", 1), **values})  # as many as tp needs
 
 
 def split_settings(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -173,3 +173,33 @@ class ModelSpec:
     def kv_bytes_per_token(self, dtype: str = "bfloat16") -> int:
         """Of the values; the scales of an FP8 cache are each engine's own affair."""
         return self.num_layers * self.attention.kv_width * DTYPE_BYTES[dtype]
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Raises ValueError for numbers that no model can have together, named as in config.json."""
+    moe, attention = spec.moe, spec.attention
+    if not 1 <= moe.top_k <= moe.num_experts:
+        raise ValueError(f"num_experts_per_tok {moe.top_k} of {moe.num_experts} experts")
+    if moe.num_experts % moe.num_groups or not 1 <= moe.topk_groups <= moe.num_groups:
+        raise ValueError(
+            f"topk_group {moe.topk_groups} of n_group {moe.num_groups} of {moe.num_experts} "
+            "experts; expected groups that divide the experts, and no more of them than there are"
+        )
+    group = moe.num_experts // moe.num_groups
+    if moe.num_groups > 1 and (group < 2 or moe.top_k > moe.topk_groups * group):
+        raise ValueError(
+            f"num_experts_per_tok {moe.top_k} of topk_group {moe.topk_groups} groups of {group} "
+            "experts; expected groups of 2 or more, and no more experts than the chosen ones hold"
+        )
+    if not spec.moe_layers:
+        raise ValueError("none of the layers has routed experts")
+    if isinstance(attention, GQASpec) and attention.num_heads % attention.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads {attention.num_heads} is no multiple of num_key_value_heads "
+            f"{attention.num_kv_heads}"
+        )
+    if spec.rope.dim < 2 or spec.rope.dim % 2:
+        name = "head_dim" if isinstance(attention, GQASpec) else "qk_rope_head_dim"
+        raise ValueError(f"{name} {spec.rope.dim}; expected an even number: positions turn pairs")
+    if spec.dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype {spec.dtype!r}; expected one of {', '.join(DTYPE_BYTES)}")

@@ -1,5 +1,6 @@
 """Where the shipped descriptions of models and hardware lie."""
 
+import sys
 import sysconfig
 import tomllib
 from pathlib import Path
@@ -51,6 +52,23 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
+def positive(where: str, values: dict[str, Any], key: str) -> float:
+    """Raises ConfigError unless `values[key]` is a finite number above 0."""
+    value = values[key]
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (real and 0 < value <= sys.float_info.max):
+        raise ConfigError(f"{where}: {key} = {value!r}; expected a finite number above 0")
+    return float(value)
+
+
+def share(where: str, values: dict[str, Any], key: str) -> float:
+    """1 where the key is missing. Raises ConfigError unless it is above 0 and at most 1."""
+    value = positive(where, {key: 1.0, **values}, key)
+    if value > 1:
+        raise ConfigError(f"{where}: {key} = {value}; expected a share of at most 1")
+    return value
+
+
 def check_keys(where: str, values: dict[str, Any], known: dict[str, Any], needed: set[str]) -> None:
     """That `values` has only keys of `known`, of the types it gives, and all that are `needed`.
 
@@ -65,7 +83,7 @@ def check_keys(where: str, values: dict[str, Any], known: dict[str, Any], needed
         if not fits or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join(kind.__name__ for kind in kinds)
             raise ConfigError(f"{where}: {key} = {value!r}; expected {names}")
-        if isinstance(value, (int, float)) and value < 0:
-            raise ConfigError(f"{where}: {key} = {value}; expected a number of at least 0")
+        if isinstance(value, (int, float)) and not 0 <= value <= sys.float_info.max:
+            raise ConfigError(f"{where}: {key} = {value}; expected a finite number of at least 0")
     if missing := sorted(needed - values.keys()):
         raise ConfigError(f"{where}: missing: {', '.join(missing)}")

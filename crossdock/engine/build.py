@@ -292,7 +292,7 @@ def _build_rebalancer(
     nbytes = _expert_bytes(model)
     places = placement.slots_per_rank
     copies = build_copies(world, places, nbytes)
-    budget = int(config.rebalance_step_mib * (1 << 20))
+    budget = max(1, int(config.rebalance_step_mib * (1 << 20)))  # with none no move would end
     return Rebalancer(world.rank, placement, model.moe_layers, copies, budget)
 
 

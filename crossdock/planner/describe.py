@@ -16,7 +16,8 @@ from crossdock.core import (
     parse_config,
     read_config,
 )
-from crossdock.core.model_spec import DTYPE_BYTES
+from crossdock.core.json_values import weight_block
+from crossdock.core.model_spec import check_spec
 from crossdock.core.recipes import check_keys, find_recipe, read_toml, recipe_names
 
 _COMMON: dict[str, Any] = {
@@ -120,10 +121,6 @@ def parse_dimensions(values: dict[str, Any], where: str) -> ModelSpec:
     for key, value in v.items():
         if key not in zero_is_none and value == 0 and not isinstance(value, bool):
             raise ConfigError(f"{where}: {key} = 0; expected at least 1")
-    if v["dtype"] not in DTYPE_BYTES:
-        raise ConfigError(
-            f"{where}: dtype = {v['dtype']!r}; expected one of {', '.join(DTYPE_BYTES)}"
-        )
     layers, dense = v["num_hidden_layers"], v["first_k_dense_replace"]
     if dense >= layers:
         raise ConfigError(
@@ -131,15 +128,17 @@ def parse_dimensions(values: dict[str, Any], where: str) -> ModelSpec:
         )
     if dense and "intermediate_size" not in v:
         raise ConfigError(f"{where}: missing: intermediate_size, of the {dense} dense layers")
-    if v["num_experts_per_tok"] > v["n_routed_experts"]:
-        raise ConfigError(
-            f"{where}: num_experts_per_tok = {v['num_experts_per_tok']} of "
-            f"{v['n_routed_experts']} experts"
-        )
+    try:
+        spec = _spec(v, mla)
+        check_spec(spec)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return spec
+
+
+def _spec(v: dict[str, Any], mla: bool) -> ModelSpec:
+    layers, width = v["num_hidden_layers"], v["moe_intermediate_size"]
     block = v.get("weight_block_size")
-    if block is not None and not (len(block) == 2 and all(isinstance(n, int) for n in block)):
-        raise ConfigError(f"{where}: weight_block_size = {block}; expected two integers")
-    width = v["moe_intermediate_size"]
     return ModelSpec(
         architecture=v.get("architecture", "unnamed"),
         num_layers=layers,
@@ -156,12 +155,12 @@ def parse_dimensions(values: dict[str, Any], where: str) -> ModelSpec:
             topk_groups=v["topk_group"],
             shared_intermediate_size=width * v.get("n_shared_experts", 0),
         ),
-        moe_layers=tuple(range(dense, layers)),
+        moe_layers=tuple(range(v["first_k_dense_replace"], layers)),
         rms_norm_eps=1e-6,
         max_position=v["max_position_embeddings"],
         tie_word_embeddings=v.get("tie_word_embeddings", False),
         dtype=v["dtype"],
-        quant=None if block is None else QuantSpec((block[0], block[1])),
+        quant=None if block is None else QuantSpec(weight_block(block)),
     )
 
 

@@ -1,7 +1,6 @@
 """What a kind of GPU and its links can do: achievable rates, never datasheet ones."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,11 @@ from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import (
     check_keys,
     find_recipe,
+    positive,
     read_toml,
     recipe_names,
     recipes_dir,
+    share,
 )
 
 
@@ -102,13 +103,14 @@ def parse_hardware(values: dict[str, Any], name: str, where: str) -> Hardware:
     if values["domain_gpus"] < 1:
         raise ConfigError(f"{where}: domain_gpus = {values['domain_gpus']}; expected at least 1")
     outer = values.get("outer")
-    share = _share(where, values, "memory_achievable_share")
     return Hardware(
         name=name,
-        memory_bytes=int(values["memory_mib"] * 2**20),
-        memory_bytes_per_s=_positive(where, values, "memory_gbytes_per_s") * 1e9 * share,
+        memory_bytes=int(positive(where, values, "memory_mib") * 2**20),
+        memory_bytes_per_s=positive(where, values, "memory_gbytes_per_s")
+        * 1e9
+        * share(where, values, "memory_achievable_share"),
         flops={
-            dtype: _positive(f"{where}: matmul_tflop_per_s", rates, dtype) * 1e12 for dtype in rates
+            dtype: positive(f"{where}: matmul_tflop_per_s", rates, dtype) * 1e12 for dtype in rates
         },
         domain_size=values["domain_gpus"],
         inner=_link(where, "inner", values["inner"]),
@@ -127,10 +129,10 @@ def _link(where: str, tier: str, value: str | dict[str, Any]) -> Link:
         value = {"name": value, **fabrics[value]}
     where = f"{where}: {tier}"
     check_keys(where, value, _LINK, {"gbytes_per_s_per_direction", "latency_us"})
-    nominal = _positive(where, value, "gbytes_per_s_per_direction") * 1e9
+    nominal = positive(where, value, "gbytes_per_s_per_direction") * 1e9
     return Link(
         name=value.get("name", tier),
-        bytes_per_s=nominal * _share(where, value, "achievable_share"),
+        bytes_per_s=nominal * share(where, value, "achievable_share"),
         latency_s=value["latency_us"] * 1e-6,
         nominal_bytes_per_s=nominal if "achievable_share" in value else None,
         all_to_all_s=_exchanges(f"{where}: all_to_all_us", value.get("all_to_all_us", {})),
@@ -171,16 +173,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(_literal(v) for v in value)}]"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _positive(where: str, values: dict[str, Any], key: str) -> float:
-    if not (values[key] > 0 and math.isfinite(values[key])):
-        raise ConfigError(f"{where}: {key} = {values[key]}; expected a number above 0")
-    return float(values[key])
-
-
-def _share(where: str, values: dict[str, Any], key: str) -> float:
-    share = values.get(key, 1.0)
-    if not 0 < share <= 1:
-        raise ConfigError(f"{where}: {key} = {share}; expected a share of at most 1")
-    return float(share)

@@ -52,6 +52,7 @@ GOOD = [[1, 2], [3, 4]]
         ({"windows": [{"tokens": GOOD}, {"tokens": [[1, 2]]}]}, r"windows\[1\].tokens"),
         ({"windows": [{"tokens": [[1, -2], [3, 4]]}]}, r"\[0, 0, 1\] is -2"),
         ({"windows": [{"tokens": [[1, float("nan")], [3, 4]]}]}, r"\[0, 0, 1\] is nan"),
+        ({"windows": [{"tokens": [[1, 1e31], [3, 4]]}]}, r"\[0, 0, 1\] is 1e\+31.* to 1e\+30"),
         ({"windows": [{"tokens": GOOD, "steps": 0}]}, r"windows\[0\].steps"),
         ({"windows": [{"tokens": GOOD}], "expert_bytes": -1}, "expert_bytes"),
         ({"windows": [{"tokens": GOOD}], "placement": [[0, 1]]}, "placement is"),
@@ -75,9 +76,10 @@ def test_files_that_cannot_be_read(tmp_path):
     path.write_bytes(b"\xff\xfe{")
     with pytest.raises(ConfigError, match="not JSON"):
         read_loads(path)
-    path.write_text("{")
-    with pytest.raises(ConfigError, match="not JSON"):
-        read_loads(path)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="not JSON"):
+            read_loads(path)
 
 
 def test_an_engine_needs_no_scipy():

@@ -1,9 +1,11 @@
 import json
+import zipfile
 
 import numpy as np
 import pytest
 from typer.main import get_command
 
+from crossdock.cli.balance import _read as read_file
 from crossdock.cli.main import build_app, run
 
 README = [
@@ -91,6 +93,32 @@ def test_sglang_s_tensors(tmp_path, capfd):
     plan = planned(capfd, path, "--ranks", 4)
     assert plan["layers"] == 2 and plan["experts"] == 12
     path.write_bytes(b"rubbish")
+    assert run(["balance", str(path), "--ranks", "4"]) == 2
+    assert "not a file of tensors" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32"])
+def test_tensors_that_numpy_does_not_take_as_they_are(tmp_path, dtype):
+    import torch
+
+    path, tensor = tmp_path / "dump.pt", torch.tensor(README).to(getattr(torch, dtype))
+    tensor.requires_grad_(tensor.is_floating_point())
+    for document in ({"logical_count": tensor}, {"windows": [{"tokens": tensor}]}):
+        torch.save(document, path)
+        assert read_file(path).total_LE().tolist() == README  # up to 256 exact in all of these
+
+
+def test_tensors_that_hold_no_loads(tmp_path, capfd):
+    import torch
+
+    path, tensor = tmp_path / "dump.pt", torch.tensor(README)
+    for wrong in (tensor.to_sparse(), tensor.to("meta"), tensor + 1j, tensor > 5):
+        torch.save({"logical_count": wrong}, path)
+        assert run(["balance", str(path), "--ranks", "4"]) == 2
+        assert f"crossdock: error: {path}" in capfd.readouterr().err
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("dump/data.pkl", b"")
+        archive.writestr("dump/version", b"3")
     assert run(["balance", str(path), "--ranks", "4"]) == 2
     assert "not a file of tensors" in capfd.readouterr().err
 

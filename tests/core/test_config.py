@@ -47,6 +47,48 @@ def test_wrong_files_name_line_and_key(tmp_path, text, words):
         assert word in str(caught.value)
 
 
+QUOTA = 'replica_choice = "quota"'
+POLICY = 'rebalance_policy = "quota"'
+
+
+@pytest.mark.parametrize("lines", [[QUOTA, POLICY], [POLICY, QUOTA]])
+def test_a_setting_that_needs_another_of_the_file(tmp_path, lines):
+    path = tmp_path / "c.toml"
+    path.write_text("\n".join([*lines, 'rebalance = "auto"', "port = 9000", ""]))
+    engine, _ = split_settings(load_toml(path))
+    config = EngineConfig("m", **engine)
+    assert (config.replica_choice, config.rebalance_policy) == ("quota", "quota")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([QUOTA, "seed = 1", POLICY.replace("quota", "best")], ":3: rebalance_policy: "),
+        (
+            ['replica_choice = "hash"', POLICY],
+            ':2: rebalance_policy: rebalance_policy "quota" need',
+        ),
+        ([POLICY, "threads = 0", QUOTA], ":2: threads: threads must be at least 1, got 0"),
+        ([QUOTA, "threads = 2", POLICY, "port = 70000"], ":4: port: port must be"),
+    ],
+)
+def test_what_is_wrong_in_any_company_is_named_by_its_line(tmp_path, lines, words):
+    path = tmp_path / "c.toml"
+    path.write_text("\n".join([*lines, ""]))
+    with pytest.raises(ConfigError) as caught:
+        load_toml(path)
+    assert f"{path}{words}" in str(caught.value)
+
+
+def test_settings_that_flags_may_still_change_are_left_to_them(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text("invariant = true\nthreads = 2\nranks = 6\ntp = 4\n")
+    engine, _ = split_settings(load_toml(path))
+    EngineConfig("m", **{**engine, "threads": 1, "ranks": 8, "tp": 1})
+    with pytest.raises(ConfigError):
+        EngineConfig("m", **engine)
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
         load_toml(tmp_path / "none.toml")
@@ -69,6 +111,11 @@ def test_files_that_cannot_be_read(tmp_path):
         {"redundant_experts": -1},
         {"deadline_s": 0.0},
         {"deadline_s": math.nan},
+        {"deadline_s": math.inf},
+        {"rebalance_interval_s": math.inf},
+        {"rebalance_interval_s": 1e10},
+        {"rebalance_step_mib": math.inf},
+        {"expert_workspace_gib": math.inf},
         {"kv_memory_gib": 0.0},
         {"kv_memory_gib": math.nan},
         {"gpu_memory_utilization": 1.5},
@@ -91,7 +138,15 @@ def test_settings_that_contradict_each_other():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"port": -1}, {"port": 65536}, {"max_queue": 0}, {"max_body_mib": 0.0}]
+    "setting",
+    [
+        {"port": -1},
+        {"port": 65536},
+        {"max_queue": 0},
+        {"max_body_mib": 0.0},
+        {"drain_s": -1.0},
+        {"drain_s": math.inf},
+    ],
 )
 def test_server_settings_out_of_range(setting):
     (name, value), *_ = setting.items()

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import math
 
 import pytest
+from transformers import AutoConfig
 
 from crossdock.core import (
     CheckpointError,
@@ -68,6 +70,7 @@ V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+YARN = V3["rope_scaling"]
 KIMI_K2 = V3 | {
     "bos_token_id": 163584,
     "eos_token_id": 163586,
@@ -315,6 +318,42 @@ def test_rope_as_transformers_5_writes_it():
     assert parse_config(OLMOE | plain).rope.theta == 5e5
 
 
+@pytest.mark.parametrize(
+    ("base", "keys"),
+    [
+        ("v3", "rms_norm_eps rope_theta routed_scaling_factor n_group topk_group norm_topk_prob "
+               "first_k_dense_replace n_shared_experts q_lora_rank rope_interleave"),
+        ("v2", "rms_norm_eps rope_theta routed_scaling_factor first_k_dense_replace "
+               "n_shared_experts q_lora_rank norm_topk_prob"),
+        ("qwen", "rms_norm_eps rope_theta num_key_value_heads norm_topk_prob decoder_sparse_step "
+                 "mlp_only_layers head_dim tie_word_embeddings"),
+        ("mixtral", "rms_norm_eps rope_theta num_key_value_heads head_dim sliding_window"),
+        ("olmoe", "rms_norm_eps rope_theta num_key_value_heads norm_topk_prob clip_qkv"),
+    ],
+)  # fmt: skip
+def test_a_missing_key_means_what_it_means_to_transformers(base, keys):
+    config = {key: value for key, value in CONFIGS[base].items() if key not in keys.split()}
+    theirs = AutoConfig.for_model(**copy.deepcopy(config)).to_dict()
+    assert parse_config(config) == parse_config(
+        config | {key: theirs.get(key) for key in keys.split()}
+    )
+
+
+def test_yarn_added_to_a_model_stretches_its_positions():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    spec = parse_config(QWEN3_30B | {"rope_scaling": scaling})
+    assert (spec.max_position, spec.rope.original_max_position) == (131072, 32768)
+    new = {k: v for k, v in QWEN3_30B.items() if k not in ("rope_theta", "rope_scaling")}
+    assert parse_config(new | {"rope_parameters": scaling | {"rope_theta": 1e6}}) == spec
+    assert parse_config(V3).max_position == 163840  # which its authors stretched themselves
+    for other in (
+        scaling | {"factor": 1.1},
+        scaling | {"rope_type": "linear"},
+        {"rope_type": "yarn", "factor": 4.0},
+    ):
+        assert parse_config(QWEN3_30B | {"rope_scaling": other}).max_position == 40960
+
+
 @pytest.mark.parametrize("eos", [7, [7, 8]])
 def test_one_or_several_eos(eos):
     assert parse_config(MIXTRAL | {"eos_token_id": eos}).eos_token_ids[0] == 7
@@ -333,7 +372,7 @@ def test_one_or_several_eos(eos):
         ("v3", {"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None"),
         ("v3", {"rope_scaling": {"type": "llama3", "factor": 8}}, "rope scaling 'llama3'"),
         ("v3", {"rope_scaling": {"type": "yarn"}}, "key 'factor' is missing"),
-        ("v3", {"rope_scaling": ["yarn"]}, "config.json: "),
+        ("v3", {"rope_scaling": ["yarn"]}, "rope_scaling ['yarn']; expected an object"),
         ("v3", {"num_experts_per_tok": 257}, "num_experts_per_tok 257 of 256"),
         ("v3", {"n_group": 7}, "n_group 7"),
         ("v3", {"topk_group": 9}, "topk_group 9 of n_group 8"),
@@ -342,7 +381,69 @@ def test_one_or_several_eos(eos):
         ("qwen", {"num_attention_heads": 0}, "config.json: "),
         ("qwen", {"num_key_value_heads": 5}, "no multiple of num_key_value_heads 5"),
         ("qwen", {"hidden_size": "wide"}, "config.json: "),
-        ("qwen", {"vocab_size": 0}, "must be positive"),
+        ("qwen", {"vocab_size": 0}, "vocab_size 0; expected a whole number from 1"),
+        ("qwen", {"vocab_size": 1.5}, "vocab_size 1.5; expected a whole number"),
+        ("qwen", {"vocab_size": True}, "vocab_size True; expected a whole number"),
+        ("v3", {"architectures": {"a": 1}}, "architectures {'a': 1}; expected a list of names"),
+        ("v3", {"architectures": [["a"]]}, "architectures [['a']]; expected a list of names"),
+        ("v3", {"architectures": [], "model_type": ["x"]}, "model_type ['x']; expected a name"),
+        (
+            "v3",
+            {"quantization_config": FP8 | {"weight_block_size": [128]}},
+            "_size [128]; expected",
+        ),
+        (
+            "v3",
+            {"quantization_config": FP8 | {"weight_block_size": [0, 0]}},
+            "_size [0, 0]; expect",
+        ),
+        ("v3", {"quantization_config": FP8 | {"weight_block_size": [128, -1]}}, "_size [128, -1]"),
+        (
+            "v3",
+            {"quantization_config": FP8 | {"weight_block_size": 128}},
+            "_size 128; expected two",
+        ),
+        ("v3", {"quantization_config": "fp8"}, "quantization_config 'fp8'; expected an object"),
+        (
+            "v3",
+            {"rope_scaling": YARN | {"factor": -4}},
+            "factor -4; expected a finite number above",
+        ),
+        (
+            "v3",
+            {"rope_scaling": YARN | {"mscale": math.inf}},
+            "mscale inf; expected a finite number",
+        ),
+        (
+            "v3",
+            {"rope_scaling": YARN | {"truncate": "no"}},
+            "truncate 'no'; expected true or false",
+        ),
+        ("v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim 63; expected an even number"),
+        ("v3", {"routed_scaling_factor": -1}, "routed_scaling_factor -1; expected a finite number"),
+        ("v3", {"first_k_dense_replace": -1}, "first_k_dense_replace -1; expected a whole number"),
+        ("v3", {"n_group": 256}, "topk_group 4 groups of 1 experts"),
+        (
+            "v3",
+            {"n_group": 128, "topk_group": 1},
+            "num_experts_per_tok 8 of topk_group 1 groups of 2",
+        ),
+        ("qwen", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor 0; expected a finite"),
+        ("qwen", {"rope_theta": -5}, "rope_theta -5; expected a finite number above 0"),
+        ("qwen", {"rms_norm_eps": math.nan}, "rms_norm_eps nan; expected a finite number above 0"),
+        ("qwen", {"num_key_value_heads": -2}, "num_key_value_heads -2; expected a whole number"),
+        ("qwen", {"head_dim": -4}, "head_dim -4; expected a whole number from 1"),
+        ("qwen", {"head_dim": 33}, "head_dim 33; expected an even number"),
+        ("qwen", {"eos_token_id": [None]}, "eos_token_id [None]; expected a token id, a list"),
+        ("qwen", {"eos_token_id": [1.5, "a"]}, "eos_token_id [1.5, 'a']; expected a token id"),
+        ("qwen", {"eos_token_id": "2"}, "eos_token_id '2'; expected a token id"),
+        ("qwen", {"bos_token_id": "a"}, "bos_token_id 'a'; expected a whole number from 0"),
+        ("qwen", {"tie_word_embeddings": "false"}, "embeddings 'false'; expected true or false"),
+        ("qwen", {"norm_topk_prob": 1}, "norm_topk_prob 1; expected true or false"),
+        ("qwen", {"mlp_only_layers": ["1"]}, "mlp_only_layers ['1']; expected a list of layers"),
+        ("qwen", {"decoder_sparse_step": -1}, "decoder_sparse_step -1; expected a whole number"),
+        ("mixtral", {"sliding_window": "4096"}, "sliding_window '4096'; expected a whole number"),
+        ("olmoe", {"clip_qkv": 0}, "clip_qkv 0; expected a finite number above 0"),
         ("mixtral", {"torch_dtype": "int8"}, "dtype 'int8'"),
     ],
 )
@@ -364,7 +465,7 @@ def test_load_spec(tmp_path):
     with pytest.raises(CheckpointError, match=r"config\.json: not found"):
         load_spec(tmp_path)
     path = tmp_path / "config.json"
-    for content in (b"{", b"\xff", b"[]"):
+    for content in (b"{", b"\xff", b"[]", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"config\.json: (not valid|expected)"):
             load_spec(tmp_path)

@@ -84,6 +84,33 @@ def test_ceilings_are_those_of_the_recipe_or_a_measured_file(tmp_path):
         ceilings_of("h2000", "bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("memory", "rate"),
+    [
+        ("12.5", "0"), ("12.5", "nan"), ("12.5", "inf"), ("12.5", "-1.0"), ("12.5", '"fast"'),
+        ("12.5", "true"), ("0.0", "1.0"), ("nan", "1.0"), ('"fast"', "1.0"), ("[1]", "1.0"),
+    ],
+)  # fmt: skip
+def test_ceilings_that_nothing_can_be_a_share_of_are_refused(tmp_path, memory, rate):
+    path = tmp_path / "mine.toml"
+    path.write_text(f"memory_gbytes_per_s = {memory}\n[matmul_tflop_per_s]\nbfloat16 = {rate}\n")
+    with pytest.raises(ConfigError, match=r"mine\.toml.* = .*; expected a finite number above 0"):
+        ceilings_of(str(path), "bfloat16")
+
+
+def test_ceilings_of_a_file_in_another_form(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("memory_gbytes_per_s = 1.0\nmatmul_tflop_per_s = 3.0\n")
+    with pytest.raises(ConfigError, match="expected a table by dtype"):
+        ceilings_of(str(path), "bfloat16")
+    path.write_text(
+        "memory_gbytes_per_s = 1.0\nmemory_achievable_share = 2\n[matmul_tflop_per_s]\n"
+        "bfloat16 = 3.0\n"
+    )
+    with pytest.raises(ConfigError, match="share of at most 1"):
+        ceilings_of(str(path), "bfloat16")
+
+
 def test_a_dtype_that_a_gpus_description_lacks_is_refused_only_where_it_was_asked_for():
     assert shipped_ceilings("NVIDIA H200", "bfloat16") == ceilings_of("h200", "bfloat16")
     assert shipped_ceilings("NVIDIA H200", "float32") is None

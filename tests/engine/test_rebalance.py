@@ -1,11 +1,14 @@
 """Moving experts between ranks, all of them in this process: what is served is always whole."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from crossdock.comm.slot_copies import HostCopies, stride_of
-from crossdock.core import ConfigError, Placement
+from crossdock.core import ConfigError, EngineConfig, Placement
+from crossdock.engine import build
 from crossdock.engine.rebalance import Rebalancer
 
 EXPERTS, SLOTS, LAYERS = 6, 4, 3
@@ -93,6 +96,24 @@ def test_every_step_serves_a_whole_placement(size):
                 assert np.array_equal(
                     layer.placement.slot_expert_LP[layer.index], target[layer.index]
                 )
+
+
+def test_the_smallest_budget_still_moves(monkeypatch):
+    rng = np.random.default_rng()
+    ranks = Ranks(rng, 2)
+    config = EngineConfig("m", ranks=2, rebalance="manual", rebalance_step_mib=2.0**-30)
+    for rank, mover in enumerate(ranks.movers):
+        monkeypatch.setattr(build, "build_copies", lambda *_, made=mover.copies: made)
+        world, model = SimpleNamespace(rank=rank), SimpleNamespace(moe_layers=ranks.layers[rank])
+        ranks.movers[rank] = build._build_rebalancer(config, world, mover.placement, model)
+    target = draw(rng, 2)
+    for mover in ranks.movers:
+        mover.begin(1, target)
+    ended = next(
+        (e for e in (ranks.step() for _ in range(LAYERS * (2 * SLOTS * 52 + 3))) if e[0]), None
+    )
+    assert ended is not None and ended[0].error is None
+    assert np.array_equal(ranks.movers[1].placement.slot_expert_LP, target)
 
 
 def test_a_damaged_copy_leaves_the_old_placement():

@@ -84,7 +84,12 @@ def test_a_file_in_its_units(tmp_path):
         ("bfloat16 = 2.5", "int3 = 2.5", "unknown key int3"),
         ("achievable_share = 0.5", "achievable_share = 1.5", "share of at most 1"),
         ("latency_us = 3.0", "latency_us = -3.0", "at least 0"),
-        ("gbytes_per_s_per_direction = 8.0", "gbytes_per_s_per_direction = nan", "above 0"),
+        ("gbytes_per_s_per_direction = 8.0", "gbytes_per_s_per_direction = nan", "finite"),
+        ("gbytes_per_s_per_direction = 8.0", "gbytes_per_s_per_direction = 0", "above 0"),
+        ("memory_mib = 1024", "memory_mib = nan", "memory_mib = nan; expected a finite number"),
+        ("memory_mib = 1024", "memory_mib = inf", "memory_mib = inf; expected a finite number"),
+        ("memory_mib = 1024", "memory_mib = 0", "memory_mib = 0; expected .* above 0"),
+        ("latency_us = 3.0", "latency_us = inf", "latency_us = inf; expected a finite number"),
         ("latency_us = 3.0", "latency_us = 3.0\nall_to_all_us = {x = 1.0}", "bytes_N"),
     ],
 )
