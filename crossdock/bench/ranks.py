@@ -66,8 +66,10 @@ def choose_ranks(ranks: int | None, device: str | None, on_cpu: int) -> tuple[in
     """`(count, "cuda" or "cpu")`: all visible GPUs unless told otherwise.
 
     Raises:
-        ConfigError: more ranks than GPUs, or no GPU although one was asked for.
+        ConfigError: more ranks than GPUs, none, or no GPU although one was asked for.
     """
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: expected at least 1")
     if device not in (None, "auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device!r}: expected auto, cpu or cuda")
     gpus = 0 if device == "cpu" else visible_gpus()
@@ -75,6 +77,6 @@ def choose_ranks(ranks: int | None, device: str | None, on_cpu: int) -> tuple[in
         return ranks or on_cpu, "cpu"
     if not gpus:
         raise ConfigError("--device cuda: no CUDA device found")
-    if ranks is not None and not 1 <= ranks <= gpus:
+    if ranks is not None and ranks > gpus:
         raise ConfigError(f"--ranks {ranks}: expected 1 to {gpus}, one for each visible GPU")
     return ranks or gpus, "cuda"

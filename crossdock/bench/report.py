@@ -72,9 +72,19 @@ class Report:
 
 def write_document(document: dict[str, Any], path: Path, flag: str = "--out") -> None:
     """`flag`: what named the file. Raises ConfigError where it cannot be written."""
+    check_writable(path, flag)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def check_writable(path: Path, flag: str = "--out") -> None:
+    """Makes the folder; leaves no file that was not there. Raises ConfigError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        there = path.exists()
+        with path.open("a"):
+            pass
+        if not there:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from None
 

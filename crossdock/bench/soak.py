@@ -18,6 +18,8 @@ _ABORTED = 0.05
 """Of all requests."""
 _SAMPLES = 40
 """Of memory and KV use, over the run."""
+_WORDS_S = 5.0
+"""Between two of progress."""
 _DRAIN_S = 120.0
 _PARAMS = (
     {"temperature": 0.0},
@@ -81,13 +83,14 @@ class _Traffic:
         self._open: dict[str, int] = {}
         """Request to tokens after which it is aborted; -1: never."""
         self._seen: Counter[str] = Counter()
+        self._tokens = 0
 
     def run(self, on_progress: Callable[[str], None]) -> None:
         soak, client = self._soak, self._client
         most = soak.options.in_flight * client.config.groups
         begin = time.monotonic()
         end, each = begin + soak.options.minutes * 60, soak.options.minutes * 60 / _SAMPLES
-        next_look = begin + each
+        next_look, next_word = begin + each, begin + _WORDS_S
         while (now := time.monotonic()) < end:
             if client.failure is not None:
                 raise CrossdockError(f"{client.failure} (after {dict(soak.ended)})")
@@ -100,9 +103,11 @@ class _Traffic:
             if now >= next_look:
                 next_look += each
                 soak.samples.append({"seconds": now - begin, "ranks": self._look()})
+            if now >= next_word:
+                next_word += _WORDS_S
                 on_progress(f"{now - begin:.0f} s, {sum(soak.ended.values())} requests ended")
-        soak.seconds = time.monotonic() - begin
         with self._changed:
+            soak.seconds, soak.tokens = time.monotonic() - begin, self._tokens
             self._changed.wait_for(lambda: not self._open, timeout=_DRAIN_S)
         soak.last = self._look()
 
@@ -122,7 +127,7 @@ class _Traffic:
         with self._changed:
             if name not in self._open:
                 return
-            self._soak.tokens += len(update.token_ids)
+            self._tokens += len(update.token_ids)
             self._seen[name] += len(update.token_ids)
             how = update.finish_reason
             if how is None and 0 <= self._open[name] <= self._seen[name]:

@@ -14,7 +14,20 @@ from crossdock.cli.settings import Device, Model
 from crossdock.core import ConfigError
 from crossdock.core.env import read_env
 
-OutFile = Annotated[Path | None, typer.Option("--out", help="Write the JSON document here too.")]
+
+def _writable(out: Path | None) -> Path | None:
+    """Before the work, not after it."""
+    if out is not None:
+        from crossdock.bench.report import check_writable
+
+        check_writable(out)
+    return out
+
+
+OutFile = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write the JSON document here too.", callback=_writable),
+]
 
 
 def serve(
@@ -327,9 +340,9 @@ def finish(
 ) -> None:
     from crossdock.bench.report import write_document
 
+    output.result(document, human)
     if out is not None:
         write_document(document, out)
-    output.result(document, human)
 
 
 def _bar(output: Output) -> Progress:

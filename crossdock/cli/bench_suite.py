@@ -51,6 +51,9 @@ def suite(
             shown += [render(bench.report_of(outcome)), ""]
             for name, why in outcome.document.get("refused", {}).items():
                 shown.append(Text(f"{outcome.part.name}: {name} did not run: {why}", style="red"))
+    if kind != "cuda":
+        shown.append(Text("a rehearsal of the GPUs' commands: times are the interpreter's"))
+    shown.append(Text(f"documents of the parts: {folder}"))
     missing = [o for o in outcomes if o.document is None]
     shown += [Text(f"missing: {o.part.name}: {o.why}", style="red") for o in missing]
     output.result(bench.document(outcomes, command_line()), Group(*shown))

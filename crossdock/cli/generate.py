@@ -1,8 +1,8 @@
 """`generate`: one prompt, one answer, no server."""
 
 import sys
-import threading
 import time
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import typer
@@ -81,20 +81,19 @@ def _run(client: Any, text: str, params: SamplingParams, output: Output) -> dict
     prompt_ids = client.tokenizer.encode(text)
     updates: list[Any] = []
     times: list[float] = []
-    ended = threading.Event()
-
-    def listen(update: Any) -> None:
+    # Written from here: whoever reads may have gone, and that is not for the engine's threads.
+    coming: SimpleQueue[tuple[float, Any]] = SimpleQueue()
+    start = time.perf_counter()
+    client.submit(
+        "generate", prompt_ids, params, lambda update: coming.put((time.perf_counter(), update))
+    )
+    while not updates or updates[-1].finish_reason is None:
+        at, update = coming.get()
+        times.append(at)
         updates.append(update)
-        times.append(time.perf_counter())
         if not output.as_json:
             output.stdout.write(update.text)
             output.stdout.flush()
-        if update.finish_reason is not None:
-            ended.set()
-
-    start = time.perf_counter()
-    client.submit("generate", prompt_ids, params, listen)
-    ended.wait()
     if not output.as_json:
         output.stdout.write("\n")
     if updates[-1].error is not None:

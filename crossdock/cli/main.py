@@ -52,7 +52,7 @@ def build_app() -> typer.Typer:
     app.command("balance")(balance.balance)
     app.callback()(_version_flag)
     benches = typer.Typer(
-        help="Benchmarks; each ends in one JSON document.",
+        help="Benchmarks; tables, and one JSON document with --json or --out FILE.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )

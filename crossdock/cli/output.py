@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 
+_BETWEEN_S = 2.0
 FILE_COLUMNS = 120
 """Of tables in a file or a pipe, which have no width of their own."""
 
@@ -39,9 +41,18 @@ class Output:
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str], None]]:
-        """Says what goes on now: in one changing line of a terminal, else a line each."""
+        """Says what goes on now: in one changing line of a terminal, else in a line each, of those
+        that come too fast the first."""
         if not self.notes.is_terminal:
-            yield lambda what: self.notes.print(what, markup=False)
+            said = -_BETWEEN_S
+
+            def say(what: str) -> None:
+                nonlocal said
+                if (now := time.monotonic()) >= said + _BETWEEN_S:
+                    said = now
+                    self.notes.print(what, markup=False)
+
+            yield say
             return
         with self.notes.status("") as status:
             yield lambda what: status.update(escape(what))

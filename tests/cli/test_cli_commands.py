@@ -140,6 +140,16 @@ def test_json_stays_pure_when_a_library_prints():
     assert {"noise", "more noise"} <= set(done.stderr.split("\n"))
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "x.json"
+    done = crossdock("bench", "plan", "--seconds", "1e9", "--out", str(out))
+    fails(done, 2, "--out", "cannot be written")
+    there = tmp_path / "new" / "x.json"
+    fails(crossdock("bench", "comm", "--ranks", "0", "--out", str(there)), 2)
+    assert not there.exists()
+
+
 def test_bench_serve_flags():
     fails(crossdock("bench", "serve", "--goodput", "speed:3"), 2, "ttft:500")
     fails(crossdock("bench", "serve", "tpot:3"), 2, "tpot:3")

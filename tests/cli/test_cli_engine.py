@@ -119,6 +119,25 @@ def test_generate(checkpoint, tmp_path):
     assert streamed.stdout == document["text"] + "\n"
 
 
+def test_generate_ends_where_nobody_reads_on():
+    """As `crossdock generate ... | head -c 1` does."""
+    storyteller = Path(__file__).parents[2] / "checkpoints" / "storyteller"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "crossdock", "generate", str(storyteller), "--prompt", "Once",
+         "--max-tokens", "400", "--temperature", "0", "--device", "cpu"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout.read(1)
+        process.stdout.close()
+        process.wait(timeout=60)
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def test_bench_engine(checkpoint, tmp_path):
     out, timeline = tmp_path / "results" / "engine.json", tmp_path / "timeline.json"
     (tmp_path / "mine.toml").write_text(
