@@ -53,9 +53,9 @@ def check_placement(
 ) -> None:
     """Raises ConfigError unless every expert of every layer has a slot."""
     if slot_expert_LP.shape != (num_layers, num_slots):
+        given = " x ".join(map(str, slot_expert_LP.shape))
         raise ConfigError(
-            f"the current placement is {slot_expert_LP.shape}, expected {num_layers} layers x "
-            f"{num_slots} slots; it has {slot_expert_LP.shape[-1] - num_experts} redundant ones"
+            f"the current placement is {given}, expected {num_layers} layers x {num_slots} slots"
         )
     if slot_expert_LP.min() < -1 or slot_expert_LP.max() >= num_experts:
         raise ConfigError(f"the current placement names experts outside -1 to {num_experts - 1}")

@@ -179,20 +179,16 @@ def _problem(
             raise ConfigError(f"{flag} must be at least 1, got {value}")
     if redundant is not None and redundant < 0:
         raise ConfigError(f"--redundant must be at least 0, got {redundant}")
-    num_experts = recorded.load_WLE.shape[2]
-    return Problem(
-        recorded.total_LE(),
-        ranks,
-        slots_per_rank(num_experts, ranks, redundant),
-        nodes,
-        groups,
-        recorded.placement_LP,
-        nbytes or 1,
-    )
+    per_rank = slots_per_rank(recorded.load_WLE.shape[2], ranks, redundant)
+    current_LP = recorded.placement_LP
+    if current_LP is not None and current_LP.shape[1] != ranks * per_rank:
+        # An engine changes its slots by a restart alone, and then starts linear.
+        current_LP = None
+    return Problem(recorded.total_LE(), ranks, per_rank, nodes, groups, current_LP, nbytes or 1)
 
 
 def _start(problem: "Problem") -> "np.ndarray":
-    """What is served now: the placement recorded, else the one an engine starts with."""
+    """What the plan moves from: the placement recorded, else the one an engine starts with."""
     from crossdock.balance import linear_placement
 
     if problem.current_LP is not None:
@@ -200,6 +196,14 @@ def _start(problem: "Problem") -> "np.ndarray":
     num_layers, num_experts = problem.load_LE.shape
     redundant = problem.num_ranks * problem.slots_per_rank - num_experts
     return linear_placement(num_layers, num_experts, problem.num_ranks, redundant).slot_expert_LP
+
+
+def _before(recorded: "Loads", problem: "Problem") -> tuple[str, "np.ndarray"]:
+    """The placement recorded, whatever its slots, if these ranks can share them evenly."""
+    served_LP = recorded.placement_LP
+    if served_LP is None or served_LP.shape[1] % problem.num_ranks:
+        return "linear", _start(problem)
+    return "recorded", served_LP
 
 
 def _rank_loads(
@@ -210,7 +214,7 @@ def _rank_loads(
 
     load_LE = recorded.total_LE()
     return (
-        rank_load(load_LE, Answer(_start(problem)), problem.num_ranks),
+        rank_load(load_LE, Answer(_before(recorded, problem)[1]), problem.num_ranks),
         rank_load(load_LE, answer, problem.num_ranks),
     )
 
@@ -230,6 +234,7 @@ def _document(
     num_layers, num_experts = problem.load_LE.shape
     replicas_L = (answer.slot_expert_LP >= 0).sum(axis=1) - num_experts
     moves = int(moves_L.sum())
+    served_LP = recorded.placement_LP
     return {
         "policy": policy,
         "windows": len(recorded.load_WLE),
@@ -240,6 +245,9 @@ def _document(
         "slots_per_rank": problem.slots_per_rank,
         "nodes": problem.num_nodes,
         "groups": problem.num_groups,
+        "recorded_slots": None if served_LP is None else served_LP.shape[1],
+        "before_placement": _before(recorded, problem)[0],
+        "start_placement": "linear" if problem.current_LP is None else "recorded",
         "seconds": seconds,
         "imbalance_before": imbalance_of(before_LR).tolist(),
         "imbalance_after": imbalance_of(after_LR).tolist(),
@@ -279,6 +287,7 @@ def _human(plan: dict[str, Any]) -> RenderableType:
     head = (
         f"{plan['policy']}: {layers} layers x {plan['experts']} experts on {plan['ranks']} ranks "
         f"x {plan['slots_per_rank']} slots, planned in {plan['seconds'] * 1e3:.1f} ms\n"
+        f"{_placements(plan)}\n"
         "imbalance: load of the fullest rank over the mean, 1 is ideal"
     )
     if len(shown) < layers:
@@ -287,6 +296,18 @@ def _human(plan: dict[str, Any]) -> RenderableType:
     size = "--model tells the bytes" if nbytes is None else f"{nbytes / 2**20:,.1f} MiB"
     moved = f"\nto move: {plan['moves']} experts to ranks that do not hold them, {size}"
     return Group(Text(head + "\n"), table, Text(moved), *_placement(plan))
+
+
+def _placements(plan: dict[str, Any]) -> str:
+    """Which ones the figures compare with."""
+    ranks, served, before = plan["ranks"], plan["recorded_slots"], plan["before_placement"]
+    slots = ranks * plan["slots_per_rank"]
+    if served is None or served == slots:
+        return f"before and moves: of the {before} placement"
+    what = "before and moves: of the linear one"
+    if before == "recorded":
+        what = f"before is of this one over {ranks} ranks, moves are from the linear one"
+    return f"the recorded placement has {served} slots, not {slots}: {what}"
 
 
 def _placement(plan: dict[str, Any]) -> list[RenderableType]:

@@ -64,6 +64,7 @@ def test_every_policy_plans_and_shows_a_table(loads, policy, capfd):
     assert run(["balance", str(loads), "--ranks", "8", "--redundant", "4", "--policy", policy]) == 0
     out, _ = capfd.readouterr()
     assert f"{policy}: 2 layers x 12 experts on 8 ranks x 2 slots" in out
+    assert "before and moves: of the linear placement\n" in out
     assert f"{plan['imbalance_after'][0]:.3f}" in out
     first = " ".join(str(e) if e >= 0 else "-" for e in plan["placement"][0][:2])
     assert f"0  {first} | " in out
@@ -76,8 +77,81 @@ def test_a_recorded_placement_is_where_it_starts(tmp_path, capfd):
     plan = planned(capfd, path, "--ranks", 2, "--policy", "sticky")
     assert plan["imbalance_before"] == [1.8] and plan["imbalance_after"] == [1.0]
     assert plan["moves"] == 2 and plan["bytes"] is None
-    assert run(["balance", str(path), "--ranks", "4", "--redundant", "4"]) == 2
-    assert "the current placement is (1, 4), expected 1 layers x 8 slots" in capfd.readouterr().err
+    assert plan["before_placement"] == plan["start_placement"] == "recorded"
+    assert run(["balance", str(path), "--ranks", "2"]) == 0
+    assert "before and moves: of the recorded placement\n" in capfd.readouterr().out
+
+
+@pytest.fixture
+def served(tmp_path):
+    """Recorded on 4 slots, one per expert."""
+    path = tmp_path / "served.json"
+    windows = [{"tokens": [[9, 1, 1, 9], [8, 8, 2, 2]]}]
+    placement = [[0, 1, 2, 3], [3, 2, 1, 0]]
+    path.write_text(json.dumps({"windows": windows, "placement": placement}))
+    return path
+
+
+@pytest.mark.parametrize("policy", ["eplb", "quota", "llep", "lp", "sticky", "optimal"])
+def test_what_would_replicas_gain_over_the_recorded_placement(served, policy, capfd):
+    args = [served, "--ranks", 4, "--redundant", 4, "--policy", policy]
+    plan = planned(capfd, *args)
+    assert plan["imbalance_before"] == [9 / 5, 8 / 5]  # an expert a rank, as recorded
+    assert np.mean(plan["imbalance_after"]) < np.mean(plan["imbalance_before"])
+    assert plan["recorded_slots"] == 4 and plan["slots_per_rank"] == 2
+    assert plan["before_placement"] == "recorded" and plan["start_placement"] == "linear"
+    start = [{0, 1}, {2, 3}, {0, 1}, {2, 3}]
+    assert plan["moves_by_layer"] == [
+        sum(len(set(row[2 * r : 2 * r + 2]) - {-1} - start[r]) for r in range(4))
+        for row in plan["placement"]
+    ]
+    assert run(["balance", *map(str, args)]) == 0
+    assert (
+        "the recorded placement has 4 slots, not 8: before is of this one over 4 ranks, "
+        "moves are from the linear one\n"
+    ) in capfd.readouterr().out
+
+
+def test_sticky_leaves_the_linear_placement_where_it_is_level(tmp_path, capfd):
+    path = tmp_path / "loads.json"
+    document = {"windows": [{"tokens": [[5, 5, 5, 5]]}], "placement": [[3, 2, 1, 0]]}
+    path.write_text(json.dumps(document))
+    plan = planned(capfd, path, "--ranks", 2, "--redundant", 4, "--policy", "sticky")
+    assert plan["placement"] == [[0, 1, 2, 3, 0, 1, 2, 3]] and plan["moves"] == 0
+
+
+def test_a_recorded_placement_that_these_ranks_cannot_share(served, tmp_path, capfd):
+    args = [served, "--ranks", 3, "--redundant", 2]
+    plan = planned(capfd, *args)
+    # Linear: 0 1 | 2 3 | 0 1.
+    assert plan["imbalance_before"] == pytest.approx([10 / (20 / 3), 8 / (20 / 3)])
+    assert plan["before_placement"] == plan["start_placement"] == "linear"
+    picture = tmp_path / "map.svg"
+    assert run(["balance", *map(str, args), "--plot", str(picture)]) == 0
+    assert picture.exists()
+    assert (
+        "the recorded placement has 4 slots, not 6: before and moves: of the linear one\n"
+    ) in capfd.readouterr().out
+
+
+def test_fewer_slots_than_recorded(tmp_path, capfd):
+    path = tmp_path / "loads.json"
+    placement = [[0, 3, 1, 3, 2, 0, 0, -1]]
+    document = {"windows": [{"tokens": [[9, 1, 1, 9]]}], "placement": placement}
+    path.write_text(json.dumps(document))
+    plan = planned(capfd, path, "--ranks", 2)
+    # Expert 0 thrice, 3 twice: 9/3 + 9/2 + 1 + 9/2 beside 1 + 9/3 + 9/3.
+    assert plan["imbalance_before"] == pytest.approx([1.3])
+    assert plan["recorded_slots"] == 8 and len(plan["placement"][0]) == 4
+
+
+def test_a_placement_of_other_layers_is_a_mistake(tmp_path, capfd):
+    path = tmp_path / "loads.json"
+    document = {"windows": [{"tokens": [[9, 1], [1, 9]]}], "placement": [[0, 1, 0]]}
+    path.write_text(json.dumps(document))
+    assert run(["balance", str(path), "--ranks", "2"]) == 2
+    words = f"{path}: the current placement is 1 x 3, expected 2 layers x 3 slots"
+    assert words in capfd.readouterr().err
 
 
 def test_bytes_come_from_the_model(loads, checkpoint, capfd):
