@@ -229,6 +229,7 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None
     api_key: str | None = None
+    """Asked for by all routes but GET /health, /metrics and /version."""
     max_queue: int | None = None
     """Open sequences, n for each prompt of a request, beyond which the answer is 429. None: twice
     as many as run at once, at least 512."""
