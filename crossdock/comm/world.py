@@ -69,10 +69,11 @@ def resolve_device(device: str, rank: int, size: int) -> torch.device:
     if device == "cpu" or (device == "auto" and not count):
         return torch.device("cpu")
     if count < size:
-        raise ConfigError(
-            f"{size} ranks need {size} CUDA devices, {count} found; "
-            'lower ranks or set device = "cpu"'
+        need = (
+            "1 rank needs 1 CUDA device" if size == 1 else f"{size} ranks need {size} CUDA devices"
         )
+        remedy = "lower ranks or " if count else ""
+        raise ConfigError(f'{need}, {count} found; {remedy}set device = "cpu"')
     return torch.device("cuda", rank)
 
 

@@ -6,7 +6,7 @@ size, L layers, B sequences, D head size.
 """
 
 from crossdock.core.batch import ForwardBatch, OverlapMode, Plan, Scheduled
-from crossdock.core.config import EngineConfig, ServerConfig, parse_routing
+from crossdock.core.config import EngineConfig, ServerConfig, check_settings, parse_routing
 from crossdock.core.errors import (
     Busy,
     CapacityError,
@@ -84,6 +84,7 @@ __all__ = [
     "Topology",
     "Transport",
     "UserError",
+    "check_settings",
     "check_tp",
     "load_spec",
     "parse_config",

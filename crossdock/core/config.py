@@ -2,8 +2,10 @@
 
 import math
 import tomllib
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -181,8 +183,9 @@ class EngineConfig:
         if self.tp not in TP_SIZES:
             raise ConfigError(f"tp must be one of {', '.join(map(str, TP_SIZES))}, got {self.tp}")
         if self.ranks % self.tp:
+            counted = "1 rank is" if self.ranks == 1 else f"{self.ranks} ranks are"
             raise ConfigError(
-                f"{self.ranks} ranks are no multiple of tp = {self.tp}; set ranks to "
+                f"{counted} no multiple of tp = {self.tp}; set ranks to "
                 f"{self.ranks - self.ranks % self.tp or self.tp}, or tp to "
                 + " or ".join(str(n) for n in TP_SIZES if self.ranks % n == 0)
             )
@@ -266,6 +269,22 @@ def _not_forever(name: str, seconds: float) -> None:
         raise ConfigError(f"{name} must be at most {_LONGEST_S:g} (seconds), got {seconds}")
 
 
+def check_settings(settings: Iterable[str]) -> None:
+    """Raises ConfigError at the first name that is no field of EngineConfig."""
+    known = [field.name for field in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name}{_nearest(name, known)}; known settings: "
+                f"{', '.join(sorted(known))}"
+            )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """Settings of a TOML file, checked against both configs.
 
@@ -286,7 +305,9 @@ def load_toml(path: Path) -> dict[str, Any]:
     for key, value in values.items():
         where = f"{path}:{_line_of(text, key)}: {key}"
         if key not in hints:
-            raise ConfigError(f"{where}: unknown; known keys: {', '.join(sorted(hints))}")
+            raise ConfigError(
+                f"{where}: unknown{_nearest(key, hints)}; known keys: {', '.join(sorted(hints))}"
+            )
         if not _fits(value, hints[key]):
             raise ConfigError(f"{where}: got {value!r}, expected {_describe(hints[key])}")
     engine, server = split_settings(values)

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from crossdock.core import CrossdockError, EngineConfig, RequestError, SamplingParams
+from crossdock.core import (
+    CrossdockError,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+    check_settings,
+)
 from crossdock.launch.opened import Submission
 from crossdock.launch.output import TokenLogprobs, Update
 from crossdock.launch.start import launch
@@ -70,6 +76,7 @@ class LLM:
     """
 
     def __init__(self, model: str, ranks: int = 1, **settings: Any):
+        check_settings(settings)
         self.client = launch(EngineConfig(model=str(model), ranks=ranks, **settings))
         self._ids = itertools.count()
         # Ends the ranks when this object is collected or the interpreter exits.

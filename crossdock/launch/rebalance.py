@@ -164,7 +164,8 @@ class Balancer:
         if window is None or not enough(window):
             window = self._last or window
         if window is None or not window.load_LE.any():
-            raise ConfigError("no tokens were routed yet to plan from; send requests first")
+            since = "yet" if self.history.moved_at is None else "since the last move"
+            raise ConfigError(f"no tokens were routed {since} to plan from; send requests first")
         return window
 
     def _judge(self, window: Window) -> None:

@@ -151,7 +151,7 @@ class Answer(Response):
                     choice.text.append(letter.update.text)
                     choice.logprobs.extend(letter.update.logprobs)
             if inbox.cut is not None and self._left:
-                raise ApiError(503, inbox.cut, code="engine_error")
+                raise inbox.cut
         choices = [self._format.whole(c, self._want_logprobs) for c in self._choices.values()]
         body = {**self._head(self._format.kind), "choices": choices, "usage": self._usage()}
         await JSON(body)(scope, receive, send)
@@ -176,7 +176,7 @@ class Answer(Response):
                             after = f'],"usage":{_encode(self._usage())}}}\n\n'
                         events.append(before + _encode(values) + after)
                 if inbox.cut is not None and self._left:
-                    raise ApiError(503, inbox.cut, code="engine_error")
+                    raise inbox.cut
             except ApiError as failed:
                 if not started:
                     raise

@@ -112,12 +112,12 @@ async def expert_load(request: Request) -> Response:
 
 
 async def expert_rebalance(request: Request) -> Response:
-    _, client, body = await _begin(request, RebalanceBody)
+    _, client, body = await _begin(request, RebalanceBody, optional=True)
     return JSON(await rebalance(client, body))
 
 
 async def trace_steps(request: Request) -> Response:
-    _, client, body = await _begin(request, TraceBody)
+    _, client, body = await _begin(request, TraceBody, optional=True)
     return await trace(client, body)
 
 
@@ -171,11 +171,13 @@ _ROUTES = (
 )
 
 
-async def _begin(request: Request, cls: type[Body]) -> tuple[Service, EngineClient, Body]:
+async def _begin(
+    request: Request, cls: type[Body], optional: bool = False
+) -> tuple[Service, EngineClient, Body]:
     """What all bodies share: is the engine there, is it JSON, do fields and model fit."""
     service = _service(request)
     client = service.ready()
-    values = await read_json(request, int(service.config.max_body_mib * 2**20))
+    values = await read_json(request, int(service.config.max_body_mib * 2**20), optional)
     try:
         body = parse(cls, values)
     except RecursionError:
@@ -216,7 +218,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path[:200]
     if error.status_code == 404:
-        message = f"there is no {path}; the routes are {', '.join(sorted({r[1] for r in _ROUTES}))}"
+        routes = sorted({route.replace(":path}", "}") for _, route, _ in _ROUTES})
+        message = f"there is no {path}; the routes are {', '.join(routes)}"
     elif error.status_code == 405:
         allowed = ", ".join(sorted({m for m, p, _ in _ROUTES if p == request.url.path}))
         message = f"{path} takes {allowed or 'another method'}, not {request.method}"

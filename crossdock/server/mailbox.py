@@ -6,6 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from crossdock.server.border import Update
+from crossdock.server.errors import ApiError
 
 
 class Letter(NamedTuple):
@@ -24,7 +25,7 @@ class Inbox:
         self._waiter: asyncio.Future[None] | None = None
         self.gone = False
         """The client has disconnected."""
-        self.cut: str | None = None
+        self.cut: ApiError | None = None
         """Why the server ends this request before the engine has."""
 
     def put(self, letter: Letter) -> None:
@@ -35,8 +36,8 @@ class Inbox:
         self.gone = True
         self._wake()
 
-    def end(self, why: str) -> None:
-        self.cut = why
+    def end(self, why: ApiError) -> None:
+        self.cut = self.cut or why
         self._wake()
 
     async def take(self) -> list[Letter]:

@@ -145,11 +145,11 @@ class Server(uvicorn.Server):
         if service.failure is not None and self.exit_code == 0:
             _log.error("the engine has failed: %s", service.failure)
             self.exit_code = 1
-            service.end_all(service.failure)
+            service.end_all(service.failure, "engine_error")
             self._end_at = now + _FAILED_S
         drained = service.draining and not service.open and self.exit_code == 0
         if drained or (self._end_at is not None and now >= self._end_at):
-            service.end_all("the server is shutting down")
+            service.end_all("the server is shutting down", "draining")
             return True
         return self.should_exit
 

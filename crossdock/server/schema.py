@@ -41,6 +41,16 @@ NOT_YET = frozenset(
     }
 )
 """Fields that others know; null, which changes nothing, is accepted."""
+_LATER: dict[str, tuple[object, ...]] = {
+    "echo": (True,),
+    "store": (True,),
+    "include_obfuscation": (True,),
+    "modalities": ("audio",),
+    "role": ("tool", "function"),
+    "service_tier": ("flex", "scale", "priority"),
+    "type": ("json_object", "json_schema", "structural_tag"),
+}
+"""Values that others know, by the field's own name."""
 
 
 def _as_list(value: Any) -> Any:
@@ -58,16 +68,36 @@ def _text_of(content: Any) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _asks_for_nothing(field: str, value: Any, values: dict[str, Any]) -> bool:
+    """Whether a field of NOT_YET has the value that stands for its absence."""
+    match field:
+        case "tools":
+            return value == []
+        case "tool_choice":
+            return value in ("none", "auto")  # among no tools; others are refused as such
+        case "parallel_tool_calls":
+            return isinstance(value, bool)
+        case "suffix":
+            return value == ""
+        case "best_of":
+            return type(value) is int and value == (values.get("n") or 1)
+    return False
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_unset(cls, values: Any) -> Any:
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         known = NOT_YET | cls.model_fields.keys()
-        return {k: v for k, v in values.items() if v is not None or k not in known}
+        return {
+            k: v
+            for k, v in values.items()
+            if not (k in known and v is None) and not _asks_for_nothing(k, v, values)
+        }
 
 
 class StreamOptions(_Body):
@@ -197,7 +227,14 @@ def _explain(error: ValidationError) -> ApiError:
         message = f"{path} is required"
     elif first["type"] == "literal_error":
         taken = first["msg"].removeprefix("Input should be ")
-        message = f"{path}: {given} is not supported yet; {taken} is"
+        name = next(part for part in reversed(first["loc"]) if isinstance(part, str))
+        if first["input"] in _LATER.get(name, ()):
+            message = f"{path}: {given} is not supported yet; {taken} is"
+        else:
+            choice = "one of " if " or " in taken else ""
+            message = f"{path}: unknown value {given}; expected {choice}{taken}"
+    elif first["type"] == "too_short" and path == "messages":
+        message = "messages: expected at least one message"
     else:
         message = f"{path}: {first['msg'].removeprefix('Value error, ')}, got {given}"
     return ApiError(400, message, param)

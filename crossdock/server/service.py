@@ -113,10 +113,10 @@ class Service:
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def end_all(self, why: str) -> None:
-        """Ends every open request with an error."""
+    def end_all(self, why: str, code: str) -> None:
+        """Ends every open request with an error 503."""
         for inbox in self.open:
-            inbox.end(why)
+            inbox.end(ApiError(503, why, code=code))
 
     async def sample_metrics(self, every_s: float) -> None:
         """Reads the ranks' metrics while requests run; idle ranks are left asleep."""
@@ -131,13 +131,16 @@ class Service:
             was_open = bool(self.open)
 
 
-async def read_json(request: Request, max_bytes: int) -> Any:
-    """The body, within the limit whether its length is announced or not.
+async def read_json(request: Request, max_bytes: int, optional: bool = False) -> Any:
+    """The body, within the limit whether its length is announced or not. `optional`: none is {}.
 
     Raises:
         ApiError: 400, 408, 413 or 415.
         starlette.requests.ClientDisconnect: it never came whole.
     """
+    sent = request.headers.get("content-length", "0") != "0"
+    if optional and not sent and "transfer-encoding" not in request.headers:
+        return {}
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(

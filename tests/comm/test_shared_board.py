@@ -69,7 +69,7 @@ def test_the_board_tells_where_each_rank_is():
     memory.close_fd()
 
 
-def test_transport_and_device_are_chosen_or_refused():
+def test_transport_and_device_are_chosen_or_refused(monkeypatch):
     assert resolve_transport("auto", 1, "cpu") == "local"
     assert resolve_transport("auto", 4, "cpu") == "shm"
     assert resolve_transport("auto", 2, "cuda") == "collective"
@@ -80,6 +80,11 @@ def test_transport_and_device_are_chosen_or_refused():
     assert resolve_device("cpu", 3, 4).type == "cpu"
     with pytest.raises(ConfigError, match="1000 CUDA devices"):
         resolve_device("cuda", 0, 1000)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(
+        ConfigError, match=r'^1 rank needs 1 CUDA device, 0 found; set device = "cpu"'
+    ):
+        resolve_device("cuda", 0, 1)
 
 
 def test_a_rank_that_does_not_start_is_named_before_any_group_is_made(monkeypatch, tmp_path):

@@ -32,6 +32,7 @@ def test_a_file_becomes_both_configs(tmp_path):
         ("port = 70000\n", [":1: port", "70000"]),
         ("# a comment\ninvariant = 1\n", [":2: invariant", "bool"]),
         ('\ntransport = "nvshmem"\n', [":2: transport", "'nvshmem'", "shm"]),
+        ("max_seqs = 4\n", [":1: max_seqs: unknown (did you mean max_num_seqs?); known keys: "]),
         ("[engine]\nranks = 4\n", [":1: engine", "unknown"]),
         ("\nengine.ranks = 4\n", [":2: engine", "unknown"]),
         ("a = 1\nranks = = 2\n", ["line 2"]),

@@ -77,6 +77,8 @@ def test_settings(tmp_path: Path) -> None:
     assert (config.groups, config.rank_tokens) == (2, 251)
     with pytest.raises(ConfigError, match="6 ranks are no multiple of tp = 4; set ranks to 4, or"):
         EngineConfig("m", ranks=6, tp=4)
+    with pytest.raises(ConfigError, match="1 rank is no multiple of tp = 2; set ranks to 2, or"):
+        EngineConfig("m", ranks=1, tp=2)
     path = tmp_path / "settings.toml"
     path.write_text("max_num_seqs = 8\ntp = 4\n")  # ranks come from elsewhere
     assert load_toml(path)["tp"] == 4

@@ -133,6 +133,15 @@ def test_one_at_a_time_and_only_where_it_is_on():
         balancer(idle).rebalance()
 
 
+def test_after_a_move_there_is_nothing_to_plan_from():
+    mover = FakeMover("manual")
+    made = balancer(mover)
+    assert made.rebalance().result == "moved"
+    mover.load_LE = np.zeros_like(LOAD_LE)
+    with pytest.raises(ConfigError, match="no tokens were routed since the last move to plan from"):
+        made.rebalance()
+
+
 def test_the_thread_looks_by_itself_until_closed(caplog):
     mover, moved = FakeMover(), threading.Event()
     mover.config = replace(mover.config, rebalance_interval_s=1e-3)

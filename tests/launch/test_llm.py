@@ -292,6 +292,8 @@ def test_a_killed_rank_is_named_at_once(storyteller: Path) -> None:
         ({"kv_memory_gib": 0.0001}, "raise kv_memory_gib to at least"),
         ({"ranks": 2, "transport": "local"}, "serves one rank"),
         ({"threads": 2, "invariant": True}, "threads = 1"),
+        ({"rank": 4}, r"unknown setting rank \(did you mean ranks\?\); known settings: att"),
+        ({"port": 80}, "unknown setting port; known settings: "),
     ],
 )
 def test_impossible_settings_are_refused_with_the_numbers(

@@ -28,18 +28,19 @@ def test_a_recording_is_started_dumped_and_stopped(server):
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "param"),
+    ("route", "body", "param", "words"),
     [
-        ("load", {"action": "begin"}, "action"),
-        ("load", {}, "action"),
-        ("rebalance", {"policy": "best"}, "policy"),
-        ("rebalance", {"when": "now"}, "when"),
+        ("load", {"action": "begin"}, "action", "unknown value 'begin'; expected one of 'start',"),
+        ("load", {}, "action", "is required"),
+        ("rebalance", {"policy": "best"}, "policy", "unknown value 'best'; expected one of "),
+        ("rebalance", {"when": "now"}, "when", "unknown field"),
     ],
 )
-def test_a_body_that_asks_for_nothing_known_is_refused(server, route, body, param):
+def test_a_body_that_asks_for_nothing_known_is_refused(server, route, body, param, words):
     response = server.http.post(f"/v1/experts/{route}", json=body)
     assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+    error = response.json()["error"]
+    assert error["param"] == param and words in error["message"]
 
 
 def test_a_rebalance_answers_with_its_plan(server):
@@ -67,7 +68,12 @@ def test_a_rebalance_answers_with_its_plan(server):
         "predicted_gain": 0.2, "moves": 2, "placement": [[1, 0, 2, 3]],
     }  # fmt: skip
     server.http.post("/v1/experts/rebalance", json={})
-    assert asked == ["eplb", None]
+    assert server.http.post("/v1/experts/rebalance").status_code == 200
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl's, of -d ''
+    empty = server.http.post("/v1/experts/rebalance", content=b"", headers=form)
+    assert empty.status_code == 200
+    assert asked == ["eplb", None, None, None]
+    assert server.http.post("/v1/experts/load").status_code == 400
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_a_lost_rank_ends_open_streams_answers_503_and_then_the_server(serve, fa
             assert " w0" in next(lines)
             client.failure = "rank 1 was killed by signal 9"
             rest = [line for line in lines if line]
-        assert "rank 1 was killed" in json.loads(rest[0].removeprefix("data: "))["error"]["message"]
+        error = json.loads(rest[0].removeprefix("data: "))["error"]
+        assert "rank 1 was killed" in error["message"] and error["code"] == "engine_error"
         health = server.http.get("/health")
         assert health.status_code == 503 and health.json()["status"] == "failed"
         assert "rank 1 was killed" in health.json()["error"]["message"]
@@ -78,10 +79,28 @@ def test_drain_has_a_limit(serve, fakes):
             assert " w0" in next(lines)
             server.server.drain(0)
             rest = [line for line in lines if line]
-        assert "shutting down" in rest[0]
+        error = json.loads(rest[0].removeprefix("data: "))["error"]
+        assert "shutting down" in error["message"] and error["code"] == "draining"
         assert client.aborts.get(timeout=60) == client.submitted[0].id
         server.thread.join(60)
         assert not server.thread.is_alive() and server.server.exit_code == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_cut_before_its_first_token_is_answered_as_new_requests_are(serve, fakes, stream):
+    client = fakes.Client(permits=threading.Semaphore(0))
+    submit = client.submit
+    with serve(client) as server:
+
+        def submit_and_drain(*args):
+            submit(*args)
+            server.server.drain(0)
+
+        client.submit = submit_and_drain
+        cut = server.http.post("/v1/completions", json={**SLOW, "stream": stream})
+        assert cut.status_code == 503 and cut.json()["error"]["code"] == "draining"
+        server.thread.join(60)
+        assert server.server.exit_code == 0
 
 
 def test_a_trace_does_not_hold_up_the_end(serve, fakes):

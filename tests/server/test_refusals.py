@@ -61,8 +61,10 @@ def error_of(response, status):
         ({"prompt": "\ud800"}, "prompt"),
         ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{}]}, "tools"),
         ({"store": True}, "store"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": []}, "messages"),
@@ -98,7 +100,10 @@ def test_bad_completion_fields(server, change, field):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "auto", "tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"functions": []}, "functions"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
@@ -128,6 +133,47 @@ def test_fields_that_change_nothing_are_accepted(server):
     assert server.http.post("/v1/chat/completions", json=chat).status_code == 200
     body = {**PROMPT, **harmless, "echo": False, "suffix": None, "best_of": None}
     assert server.http.post("/v1/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        {"tools": []},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"tool_choice": "auto", "parallel_tool_calls": False},
+        {"suffix": ""},
+        {"best_of": 1},
+        {"best_of": 2, "n": 2},
+        {"best_of": 1, "n": None},
+        {"logit_bias": {}},
+    ],
+)
+def test_values_that_ask_for_nothing_are_accepted(server, nothing):
+    response = server.http.post("/v1/completions", json={**PROMPT, **nothing})
+    assert response.status_code == 200, response.text
+    assert server.http.post(CHAT_PATH, json={**CHAT, "max_tokens": 1, **nothing}).status_code == 200
+
+
+def test_typos_are_told_from_what_is_missing_yet(server):
+    def message(change):
+        return error_of(server.http.post(CHAT_PATH, json={**CHAT, **change}), 400)["message"]
+
+    def role(word):
+        return message({"messages": [{"role": word, "content": "a"}]})
+
+    roles = "'system', 'developer', 'user' or 'assistant'"
+    assert role("alien") == f"messages.0.role: unknown value 'alien'; expected one of {roles}"
+    assert role("tool") == f"messages.0.role: 'tool' is not supported yet; {roles} is"
+    kind = "response_format.type: "
+    assert message({"response_format": {"type": "jsn"}}) == (
+        kind + "unknown value 'jsn'; expected 'text'"
+    )
+    assert "'json_object' is not supported yet" in message(
+        {"response_format": {"type": "json_object"}}
+    )
+    assert "unknown value 'vidio'" in message({"modalities": ["text", "vidio"]})
+    assert "not supported yet" in message({"modalities": ["text", "audio"]})
+    assert message({"messages": []}) == "messages: expected at least one message"
 
 
 def test_beyond_the_context_gives_both_numbers(server):
@@ -181,7 +227,8 @@ def test_unknown_model_path_and_method(server):
     body = {**PROMPT, "model": "gpt-4"}
     error = error_of(server.http.post("/v1/completions", json=body), 404)
     assert error["code"] == "model_not_found" and "gpt-4" in error["message"]
-    assert "/v1/completions" in error_of(server.http.get("/v2/completions"), 404)["message"]
+    message = error_of(server.http.get("/v2/completions"), 404)["message"]
+    assert "/v1/completions" in message and "/v1/models/{name}," in message
     response = server.http.get("/v1/completions")
     assert "POST" in error_of(response, 405)["message"]
     assert response.headers["allow"] == "POST"

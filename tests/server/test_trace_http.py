@@ -35,7 +35,8 @@ def test_steps_and_timeout_reach_the_engine_and_idleness_is_told(server):
     assert server.http.post("/v1/trace", json={"steps": 2}).json()["otherData"]["steps"] == [3]
     response = server.http.post("/v1/trace", json={"timeout_s": 1.5})
     assert response.status_code == 409 and "1.5 s" in response.json()["error"]["message"]
-    assert asked == [(2, 30.0), (10, 1.5)]
+    assert server.http.post("/v1/trace").status_code == 409
+    assert asked == [(2, 30.0), (10, 1.5), (10, 30.0)]
 
     def busy(steps, timeout):
         raise Busy("tracing already")
