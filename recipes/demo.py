@@ -143,6 +143,8 @@ def load_table(metrics: Metrics, ranks: int) -> Table:
     sums = [by_rank["rank_tokens_total"].get(r, 0.0) for r in range(ranks)]
     table.add_row("all", *(f"{n:,.0f} = {n / total:.0%}" for n in sums), style="bold")
     table.add_row("busy", *(f"{by_rank['rank_busy_ratio'].get(r, 0):.0%}" for r in range(ranks)))
+    table.caption = "busy: not waiting for others; one rank has the request, and its attention"
+    table.caption_justify = "left"
     return table
 
 
