@@ -77,7 +77,6 @@ def _batch(shape: Shape, page_size: int, device: torch.device) -> tuple[ForwardB
         num_decodes=B if decodes else 0,
         kv_lens_B=torch.full((B,), length, dtype=torch.int32, device=device),
         prefill_starts_B1=None if decodes else starts_B1,
-        prefill_keys=0 if decodes else B * length,
     )
     return batch, B * pages * page_size
 

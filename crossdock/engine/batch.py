@@ -121,7 +121,6 @@ def make_batch(
         num_decodes=n,
         kv_lens_B=lens_B,
         prefill_starts_B1=starts_B if n < len(plan.items) else None,
-        prefill_keys=int(host.kv_lens_B[n:].sum()),
         most_tokens=most_tokens,
         overlap=overlap,
     )

@@ -108,7 +108,7 @@ def batch_of(table: Tensor, work: dict[int, tuple[int, int]]) -> ForwardBatch:
         torch.zeros_like(positions), positions, slots.to(DEVICE), none, lens, kv_lens,
         table[order].to(DEVICE), none, decodes,
         torch.tensor(kv_lens, dtype=torch.int32, device=DEVICE),
-        starts if decodes < len(lens) else None, prefill_keys=sum(kv_lens[decodes:]),
+        starts if decodes < len(lens) else None,
     )  # fmt: skip
 
 

@@ -91,7 +91,6 @@ class Session:
             num_decodes=sum(n == 1 for n in lens),
             kv_lens_B=self._ids(kv_lens).int(),
             prefill_starts_B1=self._ids([0, *(n for n in lens if n > 1)]).cumsum(0).int(),
-            prefill_keys=sum(kv for n, kv in zip(lens, kv_lens, strict=True) if n > 1),
         )
         hidden_TH = drain(self.model.forward(batch, self.kv))
         rows = self.model.logits(hidden_TH).cpu().split(lens) if lens else ()
