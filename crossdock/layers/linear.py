@@ -7,6 +7,7 @@ kernel by the number of rows, so on CPUs every call is made with the same number
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ BatchMatMul = Callable[[Tensor, Tensor], Tensor]
 """`(x_GTK, w_GKN) -> [G, T, N]`: T tokens through G matrices."""
 GatedUnit = Callable[[Tensor], Tensor]
 """SwiGLU's middle: `[T, 2F]`, gate first then up, to `silu(gate) * up` [T, F]."""
+
+Logits = Callable[[Tensor, Any, Tensor | None], Tensor]
+"""`(x_BH, head_VH, out_BV or None) -> [B, V]` in float32; `head_VH` as `MatMul`'s weight."""
 
 ONEDNN_ROWS = 16
 ROW_TILE = 16
@@ -110,6 +114,21 @@ def invariant_swiglu(x_TF: Tensor) -> Tensor:
     return (gate_TF / gate_TF.neg().exp_().add_(1.0) * up_TF).to(x_TF.dtype)
 
 
+def wide_logits(x_BH: Tensor, head_VH: Tensor, out_BV: Tensor | None) -> Tensor:
+    """Of 16-bit operands on CUDA, not rounded to their dtype."""
+    if out_BV is None:
+        return torch.mm(x_BH, head_VH.t(), out_dtype=torch.float32)
+    return torch.mm(x_BH, head_VH.t(), out_dtype=torch.float32, out=out_BV)
+
+
+def _logits_by(matmul: MatMul) -> Logits:
+    def logits(x_BH: Tensor, head_VH: Any, out_BV: Tensor | None) -> Tensor:
+        logits_BV = matmul(x_BH, head_VH, None).float()
+        return logits_BV if out_BV is None else out_BV.copy_(logits_BV)
+
+    return logits
+
+
 @dataclass(frozen=True)
 class Products:
     """The set a model is built with."""
@@ -117,6 +136,7 @@ class Products:
     matmul: MatMul
     batch_matmul: BatchMatMul
     swiglu: GatedUnit
+    logits: Logits
     invariant: bool
     pack: Callable[[Tensor], Tensor] = lambda w_NK: w_NK
     """Called once on a weight that nothing but `matmul` will use."""
@@ -131,21 +151,24 @@ def choose_products(
     """`device` and `dtype` of the model, where known, allow for a faster `matmul`. `fp8`: it takes
     `Fp8Weight` too."""
     on_cuda = device is not None and device.type == "cuda"
-    unit: GatedUnit = swiglu
-    if on_cuda and not invariant and dtype in (torch.bfloat16, torch.float16):
-        from crossdock.kernels.swiglu import swiglu_rows as unit  # imports triton; in one pass
-    if fp8:
-        return Products(fp8_linear, batch_matmul, unit, False)
     if invariant and on_cuda:
         from crossdock.kernels.linear_invariant import (  # imports triton
             batch_matmul_invariant,
             linear_invariant,
         )
 
-        return Products(linear_invariant, batch_matmul_invariant, invariant_swiglu, True)
+        logits = _logits_by(partial(linear_invariant, out_dtype=torch.float32))
+        return Products(linear_invariant, batch_matmul_invariant, invariant_swiglu, logits, True)
     if invariant:
-        return Products(invariant_linear, invariant_batch_matmul, invariant_swiglu, True)
-    onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32
+        logits = _logits_by(invariant_linear)
+        return Products(invariant_linear, invariant_batch_matmul, invariant_swiglu, logits, True)
+    matmul = fp8_linear if fp8 else linear
+    if on_cuda and dtype in (torch.bfloat16, torch.float16):
+        from crossdock.kernels.swiglu import swiglu_rows  # imports triton; in one pass
+
+        return Products(matmul, batch_matmul, swiglu_rows, wide_logits, False)
+    onednn = torch.backends.mkldnn.is_available() and dtype == torch.float32 and not fp8
     if onednn and device is not None and device.type == "cpu":
-        return Products(onednn_linear, batch_matmul, swiglu, False, onednn_pack)
-    return Products(linear, batch_matmul, unit, False)
+        logits = _logits_by(onednn_linear)
+        return Products(onednn_linear, batch_matmul, swiglu, logits, False, onednn_pack)
+    return Products(matmul, batch_matmul, swiglu, _logits_by(matmul), False)

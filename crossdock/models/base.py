@@ -177,13 +177,7 @@ class Decoder:
             self.planner.lay_out(step)
 
     def logits(self, hidden_BH: Tensor, out_BV: Tensor | None = None) -> Tensor:
-        head_VH = self.head_VH
-        if head_VH.is_cuda and head_VH.dtype == torch.bfloat16 and not self.products.invariant:
-            if out_BV is None:
-                return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32)
-            return torch.mm(hidden_BH, head_VH.t(), out_dtype=torch.float32, out=out_BV)
-        logits_BV = self.products.matmul(hidden_BH, head_VH, None).float()
-        return logits_BV if out_BV is None else out_BV.copy_(logits_BV)
+        return self.products.logits(hidden_BH, self.head_VH, out_BV)
 
 
 def _add_norm(norm: RMSNorm, y_tH: Tensor | None, x_tH: Tensor) -> tuple[Tensor, Tensor]:
