@@ -19,6 +19,7 @@ from crossdock.core import CrossdockError, RopeSpec
 from crossdock.kernels.attention_gqa import decode_gqa
 from crossdock.kernels.attention_mla import decode_mla
 from crossdock.kernels.attention_prefill import prefill_mla
+from crossdock.kernels.attention_split import split_queries
 from crossdock.layers import Rope
 from crossdock.layers.attention.flashinfer_library import (
     AttentionCase,
@@ -98,8 +99,10 @@ def _on_triton(given: Given) -> tuple[Product, float]:
         latent = (p.table_BP, p.lens_B, p.split, scale, page, scales[0] if scales else None)
         return (lambda: decode_mla(q, turned[0], cache[0], *latent)), us
     k, v, keys = cache
-    (turn,) = p.turns
-    expanded = (turn.cu_q_B1, turn.cu_q_B1, turn.lens_B, turn.split, scale)
+    cu_B1 = given.batch.prefill_starts_B1
+    assert cu_B1 is not None
+    split = split_queries(cu_B1, len(q), planner.tile)  # all at once: the keys are there
+    expanded = (cu_B1, cu_B1, given.batch.kv_lens_B, split, scale)
     return (lambda: prefill_mla(q, turned[0], k, v, keys, *expanded)), us
 
 

@@ -42,7 +42,7 @@ def warm_up(runner: Runner, world: World, limits: Limits, mode: OverlapMode) -> 
     plans = [made_up(n, limits, group) for n in rows]
     plans += [prefills(n, limits, group) for n in (*_TOKENS, most) if n <= most]
     for plan in plans:
-        meter.seconds(plan, mode)
+        meter.seconds(plan, mode, eager=True)
     runner.kv.clear(meter.pages)
 
 
@@ -67,11 +67,12 @@ class Meter:
     def __init__(self, runner: Runner, world: World):
         self._runner, self._world, self.pages = runner, world, 0
 
-    def seconds(self, plan: Plan, mode: OverlapMode) -> float:
-        """A step on all ranks, every one of which has a plan of this shape; of the slowest."""
+    def seconds(self, plan: Plan, mode: OverlapMode, eager: bool = False) -> float:
+        """A step on all ranks, every one of which has a plan of this shape; of the slowest.
+        `eager`: also where a graph takes it."""
         device, lockstep = self._world.device, self._world.lockstep
         self.pages = max(self.pages, *(1 + page for item in plan.items for page in item.pages))
-        how = self._how(plan, mode)
+        how = self._how(plan, mode, eager)
         lockstep.exchange((0,))
         start = time.perf_counter()
         self._runner.run(plan, how)
@@ -80,8 +81,8 @@ class Meter:
         took = time.perf_counter() - start
         return max(row[0] for row in lockstep.exchange((int(took * 1e9),))) / 1e9
 
-    def _how(self, plan: Plan, mode: OverlapMode) -> How:
-        tokens, graphs = plan.num_tokens, self._runner.graphs
+    def _how(self, plan: Plan, mode: OverlapMode, eager: bool) -> How:
+        tokens, graphs = plan.num_tokens, None if eager else self._runner.graphs
         size = None if graphs is None else graphs.fit(graphs.need(plan), tokens)
         if graphs is not None and size is not None and (size.halves or mode != "tbo"):
             graphs.capture(size, mode)

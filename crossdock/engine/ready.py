@@ -49,7 +49,8 @@ def make_ready(
         runner.graphs.capture_all(overlap.choose_graph)
     if world.device.type == "cuda":
         warm_sampler(runner.sampler)
-        if len(overlap.ladder) == 1:  # measuring has compiled nothing
+        # Else measuring has run such steps.
+        if runner.graphs is not None or len(overlap.ladder) == 1:
             warm_up(runner, world, limits, overlap.ladder[0].mode)
     return overlap
 

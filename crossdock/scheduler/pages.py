@@ -112,12 +112,16 @@ class PagePool:
                 else:
                     self._cached[page] = None
 
-    def withdraw(self, pages: Sequence[int]) -> None:
-        """Let nobody find these used pages any more."""
-        for page in pages:
-            digest, self._digest_of[page] = self._digest_of[page], None
-            if digest is not None:
-                del self._page_of[digest]
+    def withdraw(self, digests: Iterable[bytes]) -> None:
+        """Let nobody find their pages any more."""
+        for digest in digests:
+            page = self._page_of.pop(digest, None)
+            if page is None:
+                continue
+            self._digest_of[page] = None
+            if self._refs[page] == 0:
+                del self._cached[page]
+                self._free.append(page)
 
     def publish(self, page: int, digest: bytes) -> None:
         """Let others find a full page. The first page of a digest stays; its twins stay private."""

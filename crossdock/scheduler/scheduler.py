@@ -306,8 +306,8 @@ class Scheduler:
         )
 
     def _fail(self, seq: SequenceState) -> TokenOutput:
-        """Nobody else is to begin with what this one computed."""
-        self.pool.withdraw(seq.pages)
+        """Nobody else is to begin with what this one computed, though it may have no pages now."""
+        self.pool.withdraw(seq.digests)
         self._close(seq)
         return TokenOutput(seq.request.id, finish_reason="error", error=NOT_FINITE)
 

@@ -225,6 +225,21 @@ def test_attention_in_the_interpreter():
     assert "Triton" in refused["prompt:mla-2:2x20"]["FlashInfer"]
 
 
+@pytest.mark.parametrize("shape", ["prompt:mla-2:2x20", "prompt:gqa-2/1:2x20"])
+def test_prompts_may_have_more_keys_than_layers_copy_at_once(shape, monkeypatch):
+    from crossdock.bench import attention_case, attention_rank
+    from crossdock.layers.attention import paged_plan
+
+    monkeypatch.setattr(paged_plan, "COPIED_KEYS", 30)
+    given = attention_case.draw(attention.parse_shapes(shape)[0], 16, torch.device("cpu"))
+    wanted = attention_case.reference(given)
+    cases = [given] if "mla" in shape else [given, attention_case.quantised(given)]
+    for case in cases:
+        got = attention_rank._on_triton(case)[0]()
+        most = attention_rank.MOST_ERROR[attention.FP8 if case.scales else "Triton"]
+        assert float((got.float() - wanted).norm() / wanted.norm()) < most
+
+
 def test_figures_asked_of_attention():
     many, few = attention.parse_shapes("decode:mla-128:128x4096,decode:gqa-32/4:128x4096")
     us = {"Triton": [500.0], "FlashInfer": [280.0], attention.FP8: [400.0], attention.COPY: [500.0]}

@@ -1,7 +1,9 @@
 """Steps planned one ahead, their tokens not yet known, give what steps one by one give."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ import torch
 
 from crossdock.comm import build_world
 from crossdock.core import EngineConfig, Plan, RankLost, Request, SamplingParams, Scheduled
-from crossdock.engine import Engine, build_engine
+from crossdock.engine import Engine, build_engine, read_spec
 from crossdock.engine.batch import Drawn, lay_out, make_batch
 from crossdock.engine.overlap import halve
 from crossdock.engine.runner import Launched
+from crossdock.launch.start import find_model, resolve
 
 STORYTELLER = str(Path(__file__).parents[2] / "checkpoints" / "storyteller")
 PARAMS = (
@@ -24,15 +27,21 @@ PARAMS = (
 )
 
 
-@pytest.fixture
-def engine(tmp_path) -> Iterator[Engine]:
+def build(store: Path, model: str, device: str, transport: str, **more: Any) -> Engine:
     torch.set_num_threads(1)
     config = EngineConfig(
-        STORYTELLER, device="cpu", transport="local", max_num_seqs=3, max_num_batched_tokens=16,
-        max_model_len=96, kv_memory_gib=0.01, invariant=True,
+        model, device=device, transport=transport, max_num_seqs=3, max_num_batched_tokens=16,
+        max_model_len=96, kv_memory_gib=0.01, **more,
     )  # fmt: skip
-    world = build_world(0, 1, "cpu", "local", {}, str(tmp_path / "store"), 60.0)
-    engine = build_engine(config, world, lambda done, total: None)
+    config = replace(config, model=str(find_model(config)))
+    config = resolve(config, read_spec(config))
+    world = build_world(0, 1, device, transport, {}, str(store), 60.0)
+    return build_engine(config, world, lambda done, total: None)
+
+
+@pytest.fixture
+def engine(tmp_path) -> Iterator[Engine]:
+    engine = build(tmp_path / "store", STORYTELLER, "cpu", "local", invariant=True)
     yield engine
     engine.close()
 
@@ -58,6 +67,47 @@ def test_answers_do_not_depend_on_planning_ahead(engine):
     one_by_one = answers(engine, 0)
     assert all(made[-1] in ("length", "stop") for made in one_by_one.values())
     assert answers(engine, 1) == one_by_one
+
+
+def add_and_run(engine: Engine, prompts: dict[str, tuple[int, ...]]) -> dict[str, list]:
+    made: dict[str, list] = {name: [] for name in prompts}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        engine.add(Request(name, prompt, PARAMS[i % 3], key=i))
+    while not (step := engine.step()).sleep:
+        for output in step.outputs:
+            made[output.request_id] += [*output.tokens, output.finish_reason]
+    assert engine.scheduler.stats()["pages_used"] == 0
+    return made
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_logits_that_are_not_finite_end_their_request_alone(engine, ahead):
+    engine.ahead = ahead
+    good = {"0": (300, 400, 500), "1": tuple(range(600, 620)), "2": (700,)}
+    want = add_and_run(engine, good)
+    engine.runner.model.embedding_VH[777] = float("nan")
+    got = add_and_run(engine, {**good, "bad": (300, 400, 777), "longer": (*range(800, 822), 777)})
+    assert {name: made for name, made in got.items() if name in good} == want
+    assert got["bad"] == got["longer"] == ["error"]
+    assert add_and_run(engine, good) == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize(("model", "layers"), [("qwen3-30b-a3b", 2), ("deepseek-v2-lite", 3)])
+def test_nor_do_they_disturb_others_in_graphs(tmp_path, model, layers, cache):
+    engine = build(
+        tmp_path / "store", model, "cuda", "nvlink", dtype="bfloat16", attention="triton",
+        kv_cache_dtype=cache, load="dummy", layers=layers,
+    )  # fmt: skip
+    assert engine.runner.graphs is not None, engine.info["graphs"]
+    engine.runner.model.embedding_VH[777] = float("nan")
+    good = {"0": (300, 400, 500), "1": tuple(range(600, 620)), "2": (700,)}
+    for _ in range(2):
+        got = add_and_run(engine, {"bad": (777,), **good, "too": (*range(800, 822), 777)})
+        assert got["bad"] == got["too"] == ["error"]
+        assert all(got[name][-1] in ("length", "stop") for name in good)
+    engine.close()
 
 
 def test_an_aborted_request_disturbs_no_other(engine):

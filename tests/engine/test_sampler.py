@@ -1,11 +1,13 @@
 import itertools
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from crossdock.core import BROKEN, Request, Sampled, SamplingParams, Scheduled
+from crossdock.engine.group import GroupSampler
 from crossdock.engine.sampler import Sampler, uniform
 
 EOS = 3
@@ -345,3 +347,44 @@ def test_rows_that_are_not_finite_are_told_as_broken(params):
     assert [s.token_id == BROKEN for s in got] == [False, True, False, True]
     alone = sample(logits[[0, 2]], [items[0], items[2]])
     assert [got[0], got[2]] == alone
+
+
+def test_all_of_a_group_are_told_of_broken_rows():
+    sent = []
+    first = SimpleNamespace(rank=0, broadcast=sent.append)
+    logits = torch.randn(3, 50)
+    logits[1] = float("nan")
+    items = [make_item(key, temperature=0.0) for key in range(3)]
+    want = GroupSampler(50, "cpu", first).draw(logits, items)
+    other = SimpleNamespace(rank=1, broadcast=lambda told_B: told_B.copy_(sent[0]))
+    draw = GroupSampler(50, "cpu", other).draw(torch.empty(0, 50), items)
+    assert draw.read() == want.read() and draw.read()[1].token_id == BROKEN
+    assert torch.equal(draw.ids_B, want.ids_B) and int(draw.ids_B[1]) == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_of_broken_rows_and_the_host_does_not_wait():
+    logits = torch.randn(9, 5000)
+    logits[1], logits[4], logits[7, 1:] = float("nan"), float("inf"), float("nan")
+    kinds = (
+        {"temperature": 0.0, "logprobs": 2, "min_tokens": 3},
+        {"temperature": 0.9, "top_p": 0.8, "top_k": 50, "logprobs": 0},
+        {"temperature": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "logit_bias": ((5, 9.0),)},
+    )
+    items = [make_item(i, outputs=(7,), **kinds[i % 3]) for i in range(9)]
+    sampler, there = Sampler(5000, "cuda"), logits.cuda()
+    mask = torch.ones(9, 5000, dtype=torch.bool, device="cuda")
+    mask[:, 100:] = False
+    for given in (None, mask):
+        sampler.sample(there, items, given)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            draw = sampler.draw(there, items, given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        got = draw.read()
+        assert [s.token_id == BROKEN for s in got] == [row in (1, 4, 7) for row in range(9)]
+        want = sample(logits, items, None if given is None else given.cpu())
+        assert tokens_of(got) == tokens_of(want)
+        ids = draw.ids_B.tolist()
+        assert all(0 <= i < 5000 and i == max(s.token_id, 0) for i, s in zip(ids, got, strict=True))

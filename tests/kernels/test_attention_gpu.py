@@ -11,6 +11,7 @@ from crossdock.kernels import attention_mla as mla
 from crossdock.kernels import attention_prefill as prefill
 from crossdock.kernels.attention_gather import gather_keys
 from crossdock.kernels.attention_split import split_keys, split_queries
+from crossdock.kernels.rope import gqa_norm_rope_write, mla_norm_rope_write
 from crossdock.kernels.rounding import E4M3_MAX
 
 pytestmark = pytest.mark.gpu
@@ -162,3 +163,105 @@ def test_a_graph_replays_with_other_lengths_and_pages():
         graph.replay()
         want = gqa.decode_gqa_twin(q, k, v, table, lens, 0.088, 16)
         assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize("page", [5, 16])
+@pytest.mark.parametrize("items", [1, 64])
+def test_gqa_decode_keeps_what_a_sink_leaves(items, page):
+    table, lens, slots = paging([4096, 700, 1], page)
+    q = torch.zeros(3, 32, 128, device=CUDA, dtype=torch.bfloat16)
+    q[..., 0] = 1.0
+    k = torch.zeros(slots, 4, 128, device=CUDA)
+    k[..., 0] = 1.0
+    k[table[:, 0] * page, :, 0] = 11.0
+    v = 0.1 * (1 + torch.rand(slots, 4, 128, device=CUDA))
+    v[table[:, 0] * page] *= 0.01
+    (k, k_scale), (v, v_scale) = quantised(k), quantised(v)
+    at = table, lens, split_keys(lens, items), 1.0, page
+    got = gqa.decode_gqa(q, k, v, *at, scales=(k_scale, v_scale))
+    want = gqa.decode_gqa_twin(q, k, v, *at[:2], *at[3:], scales=(k_scale, v_scale))
+    assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize(("latents", "nats"), [(0.2, 10.0), (0.02, 8.0), (7000.0, 0.0)])
+@pytest.mark.parametrize(("heads", "page"), [(16, 16), (32, 16), (64, 16), (128, 64), (64, 5)])
+def test_mla_decode_keeps_what_a_sink_leaves(heads, page, latents, nats):
+    """And the largest latents there are. The first value of each is its key: turned parts, which
+    the Hopper kernel rounds, would move a sink's weight by itself."""
+    table, lens, slots = paging([4096, 700, 1], page)
+    q = torch.zeros(3, heads, 512, device=CUDA, dtype=torch.bfloat16)
+    q[..., 0] = nats / latents
+    q_rope = torch.zeros(3, heads, 64, device=CUDA, dtype=torch.bfloat16)
+    latent = latents * (1 + torch.rand(slots, 512, device=CUDA)) / 2
+    latent[:, 0] = latents
+    if nats:
+        latent[table[:, 0] * page, 1:] *= 0.01
+        latent[table[:, 0] * page, 0] = 2 * latents
+    parts = quantised(latent), quantised(randn(slots, 64))
+    cache, scales = torch.cat([p[0] for p in parts], 1), torch.stack([p[1] for p in parts], 1)
+    for items in (1, 64):
+        split = split_keys(lens, items)
+        got = mla.decode_mla(q, q_rope, cache, table, lens, split, 1.0, page, scales)
+        want = mla.decode_mla_twin(q, q_rope, cache, table, lens, 1.0, page, scales)
+        assert error(got, want) < 6e-3
+
+
+@pytest.mark.parametrize("heads", [16, 32, 64])
+def test_slots_that_nobody_has_written_give_zeros(heads):
+    table, lens, slots = paging([300, 64], 16)
+    fp8, none = torch.float8_e4m3fn, torch.zeros(slots, 4, device=CUDA)
+    kv, split = torch.zeros(slots, 4, 128, device=CUDA).to(fp8), split_keys(lens, 4)
+    out = gqa.decode_gqa(
+        randn(2, heads, 128), kv, kv, table, lens, split, 1.0, 16, None, (none,) * 2
+    )
+    assert (out == 0).all()
+    cache, none = torch.zeros(slots, 576, device=CUDA).to(fp8), torch.zeros(slots, 2, device=CUDA)
+    q, q_rope = randn(2, heads, 512), randn(2, heads, 64)
+    assert (mla.decode_mla(q, q_rope, cache, table, lens, split, 1.0, 16, none) == 0).all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [None, 16, 64], ids=["gqa", "mla-16", "mla-64"])
+def test_what_is_not_finite_reaches_no_other_sequence(heads, fp8):
+    """Written to page 0, which all tiles reach into beyond their sequence's end."""
+    lens, slots = [70, 33, 1], 16 * 16
+    table = 1 + torch.arange(15, device=CUDA).view(3, 5)
+    table[1, 3:] = table[2, 1:] = 0
+    lens_B = torch.tensor(lens, dtype=torch.int32, device=CUDA)
+    at = torch.arange(slots, device=CUDA)
+    kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    split = split_keys(lens_B, 4)
+
+    def rows(width: int) -> Tensor:
+        x = randn(slots, width)
+        x[:8], x[8:12], x[12:16] = float("nan"), float("inf"), -float("inf")
+        return x
+
+    if heads is None:
+        cos, sin = torch.ones(slots, 128, device=CUDA), torch.zeros(slots, 128, device=CUDA)
+        cache = [torch.zeros(slots, 4, 128, device=CUDA).to(kind) for _ in "kv"]
+        cache += [torch.zeros(slots, 4, device=CUDA) for _ in "kv" if fp8]
+        gqa_norm_rope_write(rows(40 * 128), None, False, 1e-6, None, cos, sin, at, at, tuple(cache))
+        q, scales = randn(3, 32, 128), tuple(cache[2:]) or None
+        got = gqa.decode_gqa(q, *cache[:2], table, lens_B, split, 0.088, 16, None, scales)
+        want = gqa.decode_gqa_twin(q, *cache[:2], table, lens_B, 0.088, 16, None, scales)
+        if not fp8:
+            prompt = randn(sum(lens), 32, 128)
+            cu = torch.tensor([0, 70, 103, 104], device=CUDA)
+            tiles = split_queries(cu, len(prompt), prefill.tile_tokens(8))
+            seen = prefill.prefill_gqa(prompt, *cache, table, cu, lens_B, tiles, 0.088, 16)
+            all_of = prefill.prefill_gqa_twin(prompt, *cache, table, cu, lens_B, 0.088, 16)
+            assert error(seen, all_of) < 8e-3
+    else:
+        cos, sin = torch.ones(slots, 64, device=CUDA), torch.zeros(slots, 64, device=CUDA)
+        norm = torch.ones(512, device=CUDA, dtype=torch.bfloat16)
+        cache = [torch.zeros(slots, 576, device=CUDA).to(kind)]
+        cache += [torch.zeros(slots, 2, device=CUDA)] * fp8
+        mla_norm_rope_write(
+            randn(slots, heads, 64), rows(576), norm, 1e-6, cos, sin, at, at, tuple(cache)
+        )
+        q, q_rope, scales = randn(3, heads, 512), randn(3, heads, 64), cache[1] if fp8 else None
+        got = mla.decode_mla(q, q_rope, cache[0], table, lens_B, split, 0.04, 16, scales)
+        want = mla.decode_mla_twin(q, q_rope, cache[0], table, lens_B, 0.04, 16, scales)
+    assert all(tensor.float().isfinite().all() for tensor in cache)
+    assert error(got, want) < 8e-3

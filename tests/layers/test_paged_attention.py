@@ -240,6 +240,26 @@ def test_sequences_take_turns_where_keys_are_copied(monkeypatch):
             close(ours(x, other, plan), want, 0.01 if fp8 else 1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "fp8"), [("head norms", False), ("window", True), ("mla", False), ("mla", True)]
+)
+def test_the_host_waits_for_no_turn(name, fp8, monkeypatch):
+    monkeypatch.setattr(paged_plan, "COPIED_KEYS", 60)
+    spec = SPECS[name]
+    _, _, layer, planner = build(spec, fp8)
+    cache, table = cache_of(spec, fp8), torch.randperm(60).view(3, 20)
+    batches = [batch_of(table, work) for work in (*STEPS, *STEPS)]
+    xs = [torch.randn(batch.num_tokens, H, device=DEVICE) for batch in batches]
+    for i, (x, batch) in enumerate(zip(xs, batches, strict=True)):
+        if i >= len(STEPS):  # now all is compiled
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            layer(x, cache, planner(batch, PAGE))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("name", ["head norms", "mla"])
 def test_rows_beyond_the_own_are_empty(name):
     spec = SPECS[name]

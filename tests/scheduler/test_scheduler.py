@@ -282,6 +282,27 @@ def test_broken_logits_end_their_request_alone_and_leave_no_prefix(ahead):
     assert s.pool.num_used == 0
 
 
+def test_broken_logits_of_a_preempted_request_leave_no_prefix():
+    s = make(num_pages=5)
+    s.add(request("good", range(8), max_tokens=3))
+    s.add(request("bad", range(100, 109)))
+    plan = s.plan()
+    s.advance(plan)
+    later = s.plan()
+    assert shape(later) == [("good", 8, 1, True)]  # "bad" gave its pages, and its token is not read
+    s.advance(later)
+    assert [o.finish_reason for o in s.observe(plan, [Sampled(7), Sampled(BROKEN)])] == [
+        None,
+        "error",
+    ]
+    s.observe(later, [Sampled(7)])
+    while s.has_work:
+        step(s)
+    s.add(request("same", range(100, 109), max_tokens=1))
+    assert shape(step(s)[0]) == [("same", 0, 9, True)]
+    assert s.pool.num_used == 0
+
+
 def test_a_refused_request_can_be_aborted():
     s = make()
     s.add(request("big", 200))
