@@ -87,8 +87,8 @@ class Sampler:
         rows = [r for r, item in enumerate(items) if item.request.params.logprobs is not None]
         finish = self._logprobs(logits_BV, ids_B, items, rows) if rows else None
         # A hidden state that is not finite makes all logits so: looking at one costs least.
-        broken_B = ~logits_BV.gather(1, ids_B[:, None])[:, 0].isfinite()
-        drawn = told(ids_B.masked_fill(broken_B, BROKEN))
+        sound_B = logits_BV.gather(1, ids_B[:, None])[:, 0].abs() < torch.inf
+        drawn = told(torch.where(sound_B, ids_B, BROKEN))
 
         def read() -> list[Sampled]:
             sampled = drawn.read()

@@ -63,7 +63,8 @@ def _step(
     if SCALED:
         latent_scale = tl.load(scale_ptr + slot * 2, mask=visible, other=1.0)
         rope_scale = tl.load(scale_ptr + slot * 2 + 1, mask=visible, other=1.0)
-        rope_scale = tl.maximum(rope_scale, 1e-20)  # 0 in slots that nobody has written
+        # 0 in slots that nobody has written, NaN in those of broken keys.
+        rope_scale = tl.maximum(rope_scale, 1e-20, propagate_nan=tl.PropagateNan.ALL)
         unit, inverse, rest = value_units(latent_scale)
         # In units of the rotated part's scale both parts can be summed in the tensor core.
         scores *= tl.expand_dims(latent_scale / rope_scale, 1 - AXIS)

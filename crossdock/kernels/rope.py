@@ -65,23 +65,35 @@ def _heads(
 
 @triton.jit
 def _finite(x, dtype: tl.constexpr):
-    """What is not a number as 0, the rest within range of `dtype`. A tile of keys may reach into
-    another sequence's page, and what is masked there is multiplied by 0."""
+    """Values: what is not a number as 0, the rest within range of `dtype`. A tile may reach into
+    another sequence's page, and what is masked there is multiplied by 0. Keys stay as they are:
+    masked scores are replaced, the others tell their own sequence that it is broken."""
     most: tl.constexpr = 65504.0 if dtype == tl.float16 else 1e38
     return tl.where(x == x, tl.minimum(tl.maximum(x, -most), most), 0.0)
 
 
 @triton.jit
+def _quantised_keys(x):
+    """As `quantise_blocks`; the scale of what is not finite is NaN, whatever becomes of codes."""
+    values, scale = quantise_blocks(x, INTERPRET)
+    return values, scale + tl.sum(x * 0.0, axis=1)
+
+
+@triton.jit
 def _write_heads(
     x, cache_ptr, scale_ptr, slot, HEADS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALED: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     head = tl.arange(0, BLOCK_HEADS)
     i = tl.arange(0, BLOCK_D)
     mask = (head < HEADS)[:, None] & (i < D)[None, :]
-    x = _finite(x, cache_ptr.dtype.element_ty)
+    if not KEYS:
+        x = _finite(x, cache_ptr.dtype.element_ty)
     if SCALED:
-        values, scale = quantise_blocks(x, INTERPRET)
+        if KEYS:
+            values, scale = _quantised_keys(x)
+        else:
+            values, scale = quantise_blocks(x, INTERPRET)
         tl.store(scale_ptr + slot * HEADS + head, scale, mask=head < HEADS)
     else:
         values = cast_rows(x, cache_ptr.dtype.element_ty, INTERPRET)
@@ -114,11 +126,11 @@ def _gqa_kernel(
         x_ptr += HEADS * D
         k = _heads(x_ptr, k_norm_ptr, cos, sin, eps, clip, KV_HEADS, BLOCK_KV, D, BLOCK_D, NORM,
                    CLIP, True)  # fmt: skip
-        _write_heads(k, k_ptr, k_scale_ptr, slot, KV_HEADS, BLOCK_KV, D, BLOCK_D, SCALED)
+        _write_heads(k, k_ptr, k_scale_ptr, slot, KV_HEADS, BLOCK_KV, D, BLOCK_D, SCALED, True)
         x_ptr += KV_HEADS * D
         v = _heads(x_ptr, k_norm_ptr, cos, sin, eps, clip, KV_HEADS, BLOCK_KV, D, BLOCK_D, 0, CLIP,
                    False)  # fmt: skip
-        _write_heads(v, v_ptr, v_scale_ptr, slot, KV_HEADS, BLOCK_KV, D, BLOCK_D, SCALED)
+        _write_heads(v, v_ptr, v_scale_ptr, slot, KV_HEADS, BLOCK_KV, D, BLOCK_D, SCALED, False)
 
 
 def gqa_norm_rope_write(
@@ -191,13 +203,13 @@ def _mla_kernel(
         key = tl.load(kv_ptr + L + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
         turn = tl.load(kv_ptr + L + partner, mask=r < R, other=0.0).to(tl.float32)[None, :]
         dtype: tl.constexpr = cache_ptr.dtype.element_ty
-        key = _finite(key * cos + turn * sin, dtype)
-        latent = _finite(latent, dtype)
+        key = key * cos + turn * sin
+        latent = _finite(latent, dtype)  # a value too
         at = cache_ptr + slot * (L + R)
         one = tl.arange(0, 1)
         if SCALED:
             latent_8, latent_scale = quantise_blocks(latent, INTERPRET)
-            key_8, key_scale = quantise_blocks(key, INTERPRET)
+            key_8, key_scale = _quantised_keys(key)
             tl.store(scale_ptr + slot * 2 + one, latent_scale)
             tl.store(scale_ptr + slot * 2 + 1 + one, key_scale)
             tl.store(at + i[None, :], latent_8, mask=(i < L)[None, :])

@@ -86,9 +86,11 @@ def test_logits_that_are_not_finite_end_their_request_alone(engine, ahead):
     good = {"0": (300, 400, 500), "1": tuple(range(600, 620)), "2": (700,)}
     want = add_and_run(engine, good)
     engine.runner.model.embedding_VH[777] = float("nan")
-    got = add_and_run(engine, {**good, "bad": (300, 400, 777), "longer": (*range(800, 822), 777)})
+    bad = {"last": (300, 400, 777), "longer": (*range(800, 822), 777), "first": (777, 300, 400)}
+    bad["chunks ago"] = (400, 777, *range(800, 830))
+    got = add_and_run(engine, {**good, **bad})
     assert {name: made for name, made in got.items() if name in good} == want
-    assert got["bad"] == got["longer"] == ["error"]
+    assert {name: made for name, made in got.items() if name in bad} == {b: ["error"] for b in bad}
     assert add_and_run(engine, good) == want
 
 
@@ -104,8 +106,9 @@ def test_nor_do_they_disturb_others_in_graphs(tmp_path, model, layers, cache):
     engine.runner.model.embedding_VH[777] = float("nan")
     good = {"0": (300, 400, 500), "1": tuple(range(600, 620)), "2": (700,)}
     for _ in range(2):
-        got = add_and_run(engine, {"bad": (777,), **good, "too": (*range(800, 822), 777)})
-        assert got["bad"] == got["too"] == ["error"]
+        bad = {"alone": (777,), "longer": (*range(800, 822), 777), "first": (777, 300, 400)}
+        got = add_and_run(engine, {**bad, **good, "chunks ago": (400, 777, *range(800, 830))})
+        assert [got[name] for name in (*bad, "chunks ago")] == [["error"]] * 4
         assert all(got[name][-1] in ("length", "stop") for name in good)
     engine.close()
 

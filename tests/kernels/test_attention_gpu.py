@@ -223,10 +223,11 @@ def test_slots_that_nobody_has_written_give_zeros(heads):
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("heads", [None, 16, 64], ids=["gqa", "mla-16", "mla-64"])
 def test_what_is_not_finite_reaches_no_other_sequence(heads, fp8):
-    """Written to page 0, which all tiles reach into beyond their sequence's end."""
-    lens, slots = [70, 33, 1], 16 * 16
-    table = 1 + torch.arange(15, device=CUDA).view(3, 5)
-    table[1, 3:] = table[2, 1:] = 0
+    """Written to page 0, which all tiles reach into beyond their sequence's end. The last sequence
+    has it, and gives no numbers."""
+    lens, slots = [70, 33, 1, 16], 16 * 16
+    table = 1 + torch.arange(20, device=CUDA).view(4, 5)
+    table[1, 3:] = table[2, 1:] = table[3] = 0
     lens_B = torch.tensor(lens, dtype=torch.int32, device=CUDA)
     at = torch.arange(slots, device=CUDA)
     kind = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -242,16 +243,16 @@ def test_what_is_not_finite_reaches_no_other_sequence(heads, fp8):
         cache = [torch.zeros(slots, 4, 128, device=CUDA).to(kind) for _ in "kv"]
         cache += [torch.zeros(slots, 4, device=CUDA) for _ in "kv" if fp8]
         gqa_norm_rope_write(rows(40 * 128), None, False, 1e-6, None, cos, sin, at, at, tuple(cache))
-        q, scales = randn(3, 32, 128), tuple(cache[2:]) or None
+        q, scales = randn(4, 32, 128), tuple(cache[2:]) or None
         got = gqa.decode_gqa(q, *cache[:2], table, lens_B, split, 0.088, 16, None, scales)
         want = gqa.decode_gqa_twin(q, *cache[:2], table, lens_B, 0.088, 16, None, scales)
         if not fp8:
             prompt = randn(sum(lens), 32, 128)
-            cu = torch.tensor([0, 70, 103, 104], device=CUDA)
+            cu = torch.tensor([0, 70, 103, 104, 120], device=CUDA)
             tiles = split_queries(cu, len(prompt), prefill.tile_tokens(8))
             seen = prefill.prefill_gqa(prompt, *cache, table, cu, lens_B, tiles, 0.088, 16)
             all_of = prefill.prefill_gqa_twin(prompt, *cache, table, cu, lens_B, 0.088, 16)
-            assert error(seen, all_of) < 8e-3
+            assert error(seen[:104], all_of[:104]) < 8e-3 and seen[104:].isnan().all()
     else:
         cos, sin = torch.ones(slots, 64, device=CUDA), torch.zeros(slots, 64, device=CUDA)
         norm = torch.ones(512, device=CUDA, dtype=torch.bfloat16)
@@ -260,8 +261,7 @@ def test_what_is_not_finite_reaches_no_other_sequence(heads, fp8):
         mla_norm_rope_write(
             randn(slots, heads, 64), rows(576), norm, 1e-6, cos, sin, at, at, tuple(cache)
         )
-        q, q_rope, scales = randn(3, heads, 512), randn(3, heads, 64), cache[1] if fp8 else None
+        q, q_rope, scales = randn(4, heads, 512), randn(4, heads, 64), cache[1] if fp8 else None
         got = mla.decode_mla(q, q_rope, cache[0], table, lens_B, split, 0.04, 16, scales)
         want = mla.decode_mla_twin(q, q_rope, cache[0], table, lens_B, 0.04, 16, scales)
-    assert all(tensor.float().isfinite().all() for tensor in cache)
-    assert error(got, want) < 8e-3
+    assert error(got[:3], want[:3]) < 8e-3 and got[3].isnan().all()

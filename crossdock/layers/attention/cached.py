@@ -9,11 +9,7 @@ _FP8 = torch.float8_e4m3fn
 
 
 def write_rows(rows_SD: Tensor, scales_S: Tensor | None, slots_T: Tensor, x_TD: Tensor) -> None:
-    """x [T, ..., D] to slots of rows [S, ..., D]; scales [S, ...], None where rows are plain.
-
-    What is not finite becomes so: masked keys of other sequences are multiplied by 0.
-    """
-    x_TD = x_TD.nan_to_num()
+    """x [T, ..., D] to slots of rows [S, ..., D]; scales [S, ...], None where rows are plain."""
     if scales_S is None:
         rows_SD.index_copy_(0, slots_T, x_TD)
         return

@@ -76,7 +76,8 @@ class GQAttention:
         qk_ThD = rotate(qk.view(-1, heads, s.head_dim), plan.cos_T1D, plan.sin_T1D)
         q_ThD, k_TkD = qk_ThD.split((s.num_heads, s.num_kv_heads), dim=1)
         v_TkD = v.view(-1, s.num_kv_heads, s.head_dim)
-        for (rows, scales), x_TkD in zip(_halves(cache), (k_TkD, v_TkD), strict=True):
+        # Values are finite, as `kernels.rope` makes them.
+        for (rows, scales), x_TkD in zip(_halves(cache), (k_TkD, v_TkD.nan_to_num()), strict=True):
             write_rows(rows, scales, plan.slots_T, x_TkD)
         return q_ThD
 

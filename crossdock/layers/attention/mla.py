@@ -94,7 +94,8 @@ class MLAttention:
         latent_TL, key_TR = a[:, -s.kv_width :].split((s.kv_lora_rank, s.qk_rope_head_dim), dim=-1)
         key_T1R = rotate(key_TR.unsqueeze(1), plan.cos_T1D, plan.sin_T1D)
         rows_SC, *scales = cache
-        new_TC = torch.cat((self.kv_norm(latent_TL), key_T1R.squeeze(1)), dim=-1)
+        # Values are finite, as `kernels.rope` makes them.
+        new_TC = torch.cat((self.kv_norm(latent_TL).nan_to_num(), key_T1R.squeeze(1)), dim=-1)
         if scales:
             for i, part in enumerate(self.parts):
                 write_rows(rows_SC[:, part], scales[0][:, i], plan.slots_T, new_TC[:, part])

@@ -132,6 +132,7 @@ class AttentionPlanner:
         for start, end in bounds:
             pages = -(-lens[rows[start]] // page_size)
             slots_BN = _slots(table_BP[start:end, :pages], page_size)
+            slots_BN = _own(slots_BN, positions_B[start:end])
             bias = self._bias(positions_B[start:end], slots_BN.shape[1])
             groups.append(DecodeGroup(start, end, slots_BN.flatten(), bias))
         return DecodeRows(count, tuple(groups), order, inverse)
@@ -160,9 +161,10 @@ class AttentionPlanner:
         sequence_T = torch.repeat_interleave(lens)
         longest = max(batch.kv_lens)
         positions_N = torch.arange(-(-longest // KEY_BLOCK) * KEY_BLOCK, device=lens.device)
-        # Beyond the last page anything may be read: it is masked.
         page_N = (positions_N // page_size).clamp_(max=batch.page_table_BP.shape[1] - 1)
         slots_BN = batch.page_table_BP[:, page_N] * page_size + positions_N % page_size
+        last_B = torch.tensor(batch.kv_lens, device=lens.device) - 1
+        slots_BN = _own(slots_BN, last_B)
         blocks = []
         for first in range(0, positions_N.shape[0], KEY_BLOCK):
             slots_TN = slots_BN[:, first : first + KEY_BLOCK][sequence_T]
@@ -190,6 +192,13 @@ def length_groups(lens: list[int]) -> list[tuple[int, int]]:
     return length_groups(lens[:best]) + [
         (best + start, best + end) for start, end in length_groups(lens[best:])
     ]
+
+
+def _own(slots_BN: Tensor, last_B: Tensor) -> Tensor:
+    """Beyond a sequence's last position its first slot: a mask is added to scores here, and does
+    not hide another sequence's NaN."""
+    position_N = torch.arange(slots_BN.shape[1], device=slots_BN.device)
+    return torch.where(position_N <= last_B[:, None], slots_BN, slots_BN[:, :1])
 
 
 def _slots(pages_BP: Tensor, page_size: int) -> Tensor:
