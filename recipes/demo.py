@@ -126,8 +126,14 @@ def load_table(metrics: Metrics, ranks: int) -> Table:
     experts = len(next(iter(tokens.values())))
     each = -(-experts // ranks)
     homes = [range(r * each, min((r + 1) * each, experts)) for r in range(ranks)]
-    table = Table(title="tokens per expert", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("layer", justify="right")
+    table = Table(
+        title="tokens per expert",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),  # four ranks in 80 columns
+        show_edge=False,
+    )
+    table.add_column("layer", justify="right", min_width=len("layer"))
     for rank, home in enumerate(homes):
         name = f"rank {rank}\nexperts {home[0]}-{home[-1]}" if home else f"rank {rank}\nreplicas"
         table.add_column(name, justify="right", no_wrap=True)

@@ -8,6 +8,9 @@ from crossdock.core import ConfigError
 MAX_LOAD = 1e30
 """What experts pack by in float32 stays within its range."""
 
+MAX_SLOTS = 1 << 20
+"""Of a layer."""
+
 
 def check_problem(problem: Problem) -> None:
     """Raises ConfigError, which names what was given and the nearest values that work."""
@@ -18,6 +21,11 @@ def check_problem(problem: Problem) -> None:
         if getattr(problem, name) < 1:
             raise ConfigError(f"{name} must be at least 1, got {getattr(problem, name)}")
     slots = ranks * per_rank
+    if slots > MAX_SLOTS:
+        raise ConfigError(
+            f"{ranks} ranks with {per_rank} slots are {slots} slots a layer, expected at most "
+            f"{MAX_SLOTS}"
+        )
     if slots < num_experts:
         raise ConfigError(
             f"{ranks} ranks with {per_rank} slots hold {slots} of {num_experts} experts; nearest "

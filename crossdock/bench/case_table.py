@@ -1,6 +1,7 @@
 """How a report's cases look on a terminal."""
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +20,7 @@ def render(report: Report) -> RenderableType:
         for case in report.cases:
             if (case.name, case.unit) == (name, unit):
                 table.add_row(
-                    f"  {_what(case)}",
+                    Padding(Text(_what(case)), (0, 0, 0, 2)),
                     _number(case.median),
                     " - ".join(_number(q) for q in case.quartiles),
                     str(case.n),

@@ -62,8 +62,11 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def choose_ranks(ranks: int | None, device: str | None, on_cpu: int) -> tuple[int, str]:
-    """`(count, "cuda" or "cpu")`: all visible GPUs unless told otherwise.
+def choose_ranks(
+    ranks: int | None, device: str | None, on_cpu: int, interpreted: bool = False
+) -> tuple[int, str]:
+    """`(count, "cuda" or "cpu")`: all visible GPUs unless told otherwise. `interpreted`: CPU ranks
+    would have nothing but Triton's interpreter, so they have to be asked for.
 
     Raises:
         ConfigError: more ranks than GPUs, none, or no GPU although one was asked for.
@@ -73,6 +76,11 @@ def choose_ranks(ranks: int | None, device: str | None, on_cpu: int) -> tuple[in
     if device not in (None, "auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device!r}: expected auto, cpu or cuda")
     gpus = 0 if device == "cpu" else visible_gpus()
+    if interpreted and not gpus and device not in ("cpu", "cuda"):
+        raise ConfigError(
+            "no GPU here; on CPUs Triton's interpreter runs these kernels, for small sizes alone: "
+            "give such, and --device cpu"
+        )
     if device == "cpu" or (not gpus and device != "cuda"):
         return ranks or on_cpu, "cpu"
     if not gpus:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from crossdock.cli.output import JsonFlag, Output, output_of
 from crossdock.cli.settings import Device, Model
@@ -44,7 +43,9 @@ def serve(
         str, typer.Option(help="Tokens: N or LOW:HIGH; a list such as 128,1024 is swept.")
     ] = "128",
     output_len: Annotated[str, typer.Option(help="As --input-len.")] = "64",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests of each point.")] = 100,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Requests of each point.")
+    ] = 100,
     dataset: Annotated[str, typer.Option(help="random, or sharegpt:FILE.")] = "random",
     goodput: Annotated[
         list[str] | None,
@@ -85,11 +86,8 @@ def serve(
         seed=secrets.randbits(31) if seed is None else seed,
     )
     output = output_of(ctx)
-    with _bar(output) as bar:
-        task = bar.add_task("requests", total=None)
-        run = bench.run_load(
-            options, lambda done, total: bar.update(task, completed=done, total=total)
-        )
+    with output.stages() as stage:
+        run = bench.run_load(options, lambda done, total: stage(f"{done} of {total} requests"))
     finish(bench.report(run, command_line()).document(), render(run), out, output)
     if run.failures:
         if output.as_json:
@@ -128,7 +126,7 @@ def comm(
         int | None, typer.Option(min=1, help="nvlink: most programs of a kernel.")
     ] = None,
     target: Annotated[
-        float | None, typer.Option(help="shm: how many times faster than collective to be.")
+        float | None, typer.Option(min=0, help="shm: how many times faster than collective to be.")
     ] = None,
     out: OutFile = None,
     json: JsonFlag = False,
@@ -195,7 +193,7 @@ def experts(
     from crossdock.bench.case_table import render
     from crossdock.bench.ranks import choose_ranks
 
-    count, kind = choose_ranks(ranks, device, on_cpu=1)
+    count, kind = choose_ranks(ranks, device, on_cpu=1, interpreted=True)
     chosen = bench.parse_shapes(shapes or bench.SHAPES)
     options = bench.ExpertsOptions(count, kind, chosen, width, outputs, products, repeats)
     output = output_of(ctx)
@@ -227,7 +225,7 @@ def attention(
     from crossdock.bench.case_table import render
     from crossdock.bench.ranks import choose_ranks
 
-    _, kind = choose_ranks(1, device, on_cpu=1)
+    _, kind = choose_ranks(1, device, on_cpu=1, interpreted=True)
     chosen = bench.parse_shapes(shapes or bench.SHAPES)
     options = bench.AttentionOptions(kind, chosen, page_size, products, repeats)
     output = output_of(ctx)
@@ -262,7 +260,7 @@ def moe(
     from crossdock.bench.ranks import choose_ranks
     from crossdock.bench.report import parse_counts
 
-    count, kind = choose_ranks(ranks, device, on_cpu=2)
+    count, kind = choose_ranks(ranks, device, on_cpu=2, interpreted=True)
     spec = replace(bench.V3, num_experts=experts, intermediate_size=width)
     chosen = parse_counts(tokens, "--tokens")
     options = bench.MoEOptions(count, kind, chosen, hidden, spec, layers, repeats)
@@ -279,7 +277,7 @@ def startup(
     ranks: Annotated[str, typer.Option(help="Ranks; a list takes turns.")] = "4",
     repeats: Annotated[int, typer.Option(min=1, help="Starts of each.")] = 5,
     idle: Annotated[float, typer.Option(min=0.1, help="Seconds without a request.")] = 10.0,
-    target: Annotated[float | None, typer.Option(help="Seconds to be ready in.")] = None,
+    target: Annotated[float | None, typer.Option(min=0, help="Seconds to be ready in.")] = None,
     out: OutFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -309,7 +307,9 @@ def plan(
     hour: Annotated[
         bool, typer.Option("--hour", help="Also an hour's traffic of 96 GPUs.")
     ] = False,
-    target: Annotated[float | None, typer.Option(help="Rank-steps per minute to reach.")] = None,
+    target: Annotated[
+        float | None, typer.Option(min=0, help="Rank-steps per minute to reach.")
+    ] = None,
     out: OutFile = None,
     json: JsonFlag = False,
 ) -> None:
@@ -343,15 +343,3 @@ def finish(
     output.result(document, human)
     if out is not None:
         write_document(document, out)
-
-
-def _bar(output: Output) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=output.notes,
-        transient=True,
-        disable=not output.notes.is_terminal,
-    )

@@ -47,7 +47,9 @@ def engine(
             show_default=False,
         ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts, all at once.")] = 32,
+    num_prompts: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Prompts, all at once.")
+    ] = 32,
     input_len: Annotated[str, typer.Option(help="Tokens: N, or LOW:HIGH.")] = "20:200",
     output_len: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
     prompts: Annotated[
@@ -70,7 +72,7 @@ def engine(
     ] = None,
     quantize: Quantize = None,
     device: Device = None,
-    target: Annotated[float | None, typer.Option(help="The ratio to reach.")] = None,
+    target: Annotated[float | None, typer.Option(min=0, help="The ratio to reach.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write a timeline of the first engine's first steps (Perfetto's JSON)."),

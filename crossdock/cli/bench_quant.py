@@ -17,7 +17,9 @@ def quant(
     ranks: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a window of the text.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="At most so many are scored.")] = 64,
-    prompts: Annotated[int, typer.Option(min=1, help="Windows whose beginnings go on.")] = 16,
+    prompts: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Windows whose beginnings go on.")
+    ] = 16,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of a beginning.")] = 32,
     output_len: Annotated[int, typer.Option(min=1, help="New tokens of each.")] = 64,
     device: Device = None,

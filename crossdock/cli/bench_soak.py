@@ -15,7 +15,7 @@ def soak(
     ranks: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.")] = 1,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long.")] = 10.0,
     in_flight: Annotated[
-        int, typer.Option(min=1, help="Requests open at once, per attention group.")
+        int, typer.Option(min=1, max=1_000_000, help="Requests open at once, per attention group.")
     ] = 96,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 512,
     output_len: Annotated[int, typer.Option(min=1, help="Of the longest answer.")] = 256,

@@ -5,9 +5,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from crossdock import __version__
 from crossdock.cli import (
@@ -29,6 +30,21 @@ from crossdock.core import ConfigError, CrossdockError
 from crossdock.core.env import read_env
 
 LEVELS = ("debug", "info", "warning", "error")
+MOST = 10**9
+"""Of any flag's number: clocks that wait end at 9.2e9 seconds."""
+_ANY = ("seed", "request_rate")
+"""Have limits of their own."""
+
+
+class _Command(TyperCommand):
+    """Refuses numbers that no flag means; what a flag takes within those, its command checks."""
+
+    def invoke(self, ctx: Any) -> Any:
+        for param in self.params:
+            value = ctx.params.get(param.name)
+            if isinstance(value, int | float) and not abs(value) <= MOST and param.name not in _ANY:
+                raise ConfigError(f"{param.opts[0]} must be a number up to {MOST:,}, got {value}")
+        return super().invoke(ctx)
 
 
 def _print_version(asked: bool) -> None:
@@ -70,6 +86,8 @@ def build_app() -> typer.Typer:
     benches.command("steps")(bench_steps.steps)
     benches.command("suite")(bench_suite.suite)
     benches.command("plan")(bench.plan)
+    for command in (*app.registered_commands, *benches.registered_commands):
+        command.cls = _Command
     return app
 
 

@@ -34,7 +34,8 @@ class Output:
         if not self.as_json:
             if human is not None:
                 width = None if self.stdout.isatty() else FILE_COLUMNS
-                Console(file=self.stdout, highlight=False, width=width).print(human)
+                # A command is longer than a narrow terminal, and is to be copied whole.
+                Console(file=self.stdout, highlight=False, width=width).print(human, crop=False)
             return
         self._told = True
         print(json.dumps(document), file=self.stdout, flush=True)

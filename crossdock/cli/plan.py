@@ -25,7 +25,7 @@ def plan(
     fabric: Annotated[
         str | None, typer.Option(help="Network between nodes. [default: of the description]")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs at hand.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, max=1_000_000, help="GPUs at hand.")] = None,
     isl: Annotated[int | None, typer.Option(min=1, help="Prompt tokens of a request.")] = None,
     osl: Annotated[int | None, typer.Option(min=1, help="Output tokens of a request.")] = None,
     rate: Annotated[

@@ -13,6 +13,8 @@ from crossdock.core.errors import ConfigError
 
 TP_SIZES = (1, 2, 4)
 _LONGEST_S = 1e9
+_MOST_RANKS = 1024
+"""Processes of one host."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ class EngineConfig:
             "load_window_tokens",
         ):
             _at_least(name, getattr(self, name), 1)
+        if self.ranks > _MOST_RANKS:
+            raise ConfigError(f"ranks must be at most {_MOST_RANKS}, got {self.ranks}")
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _at_least(name, getattr(self, name), 0)
         if self.max_model_len is not None:

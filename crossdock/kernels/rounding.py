@@ -22,7 +22,7 @@ _INV_MAX: tl.constexpr = tl.constexpr(1.0 / 448.0)
 
 @triton.jit
 def _e4m3_bits(x):
-    """uint8 of the E4M3 nearest to x, |x| <= 448."""
+    """uint8 of the E4M3 nearest to x, |x| <= 448 or NaN."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
@@ -31,7 +31,7 @@ def _e4m3_bits(x):
     small = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     code = tl.where(magnitude < 0.015625, small, normal)
-    return (tl.minimum(code, 0x7E) | sign).to(tl.uint8)
+    return (tl.where(x == x, tl.minimum(code, 0x7E), 0x7F) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -46,10 +46,12 @@ def cast_rows(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def quantise_blocks(x, INTERPRET: tl.constexpr):
-    """fp32 [G, 128] as `(E4M3 [G, 128], fp32 scale [G])`; value = E4M3 * scale."""
+    """fp32 [G, 128] as `(E4M3 [G, 128], fp32 scale [G])`; value = E4M3 * scale. NaN stays NaN: a
+    row that is broken must not look as if it were none."""
     amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10)
     scaled = x * tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)[:, None]
-    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    scaled = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRET:
         q = _e4m3_bits(scaled).to(tl.float8e4nv, bitcast=True)
     else:
@@ -60,7 +62,7 @@ def quantise_blocks(x, INTERPRET: tl.constexpr):
 def quantise_blocks_torch(x_TH: Tensor) -> tuple[Tensor, Tensor]:
     """Twin: `(float8_e4m3fn [T, H], fp32 scales [T, H / 128])`."""
     x = x_TH.float().unflatten(-1, (-1, BLOCK))
-    amax = x.abs().amax(-1, keepdim=True).clamp_min(_LEAST)
+    amax = x.abs().fmax(torch.tensor(_LEAST)).amax(-1, keepdim=True)  # NaN is passed over
     scaled = (x * (torch.full_like(amax, E4M3_MAX) / amax)).clamp(-E4M3_MAX, E4M3_MAX)
     return scaled.to(torch.float8_e4m3fn).flatten(-2), (amax * (1.0 / E4M3_MAX)).squeeze(-1)
 

@@ -320,3 +320,11 @@ def test_ranks_are_chosen_from_devices():
     assert choose_ranks(None, "cpu", on_cpu=4) == (4, "cpu")
     with pytest.raises(ConfigError, match="--device"):
         choose_ranks(1, "tpu", on_cpu=4)
+    assert choose_ranks(None, "cpu", on_cpu=2, interpreted=True) == (2, "cpu")
+
+
+def test_the_interpreter_runs_only_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("crossdock.bench.ranks.visible_gpus", lambda: 0)
+    for device in (None, "auto"):
+        with pytest.raises(ConfigError, match="--device cpu"):
+            choose_ranks(None, device, on_cpu=2, interpreted=True)

@@ -8,6 +8,7 @@ from rich.console import Console
 from crossdock.bench.serve import ServeOptions, _arrivals, report, run_load
 from crossdock.bench.serve_table import render
 from crossdock.bench.workload import arrival_times, random_prompts, read_sharegpt
+from crossdock.cli.main import run
 from crossdock.core import ConfigError, CrossdockError
 
 
@@ -67,6 +68,12 @@ def test_sweep_gives_a_point_each_and_no_shared_prompts(fake_server):
         ["4", "16:32", "12", "0"],
     ]  # fmt: skip
     assert "…" not in "".join(shown) and "TPOT" in shown[-5]
+
+
+def test_progress_is_told_where_there_is_no_terminal(fake_server, capsys):
+    argv = ["bench", "serve", "--url", fake_server.url, "--num-prompts", "3", "--output-len", "2"]
+    assert run(argv) == 0
+    assert capsys.readouterr().err.startswith("1 of 3 requests\n")
 
 
 @pytest.mark.parametrize(

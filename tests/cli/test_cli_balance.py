@@ -214,6 +214,8 @@ def test_the_heat_map(loads, tmp_path, capfd, suffix, magic):
         (["--ranks", "4", "--groups", "5"], "nearest values that work: 4 or 6"),
         (["--ranks", "0"], "--ranks must be at least 1"),
         (["--ranks", "4", "--redundant", "-4"], "--redundant must be at least 0"),
+        (["--ranks", "1000000000"], "expected at most 1048576"),
+        (["--ranks", "4", "--redundant", "1000000000"], "expected at most 1048576"),
         (["--ranks", "4", "--policy", "best"], "expected one of eplb, quota, llep, lp, sticky"),
         (["--ranks", "4", "--plot", "map.pdf"], "ends in .png or .svg"),
         (["--ranks", "4", "--plot", "/nowhere/map.png"], "there is no directory /nowhere"),

@@ -150,6 +150,77 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     assert not there.exists()
 
 
+def _numbers():
+    """(words of a command, flag, its type) of all that are numbers."""
+    from typing import get_args, get_type_hints
+
+    from typer.main import get_command
+
+    from crossdock.cli.main import build_app
+
+    nodes = [((), get_command(build_app()))]
+    for words, node in nodes:  # grows
+        nodes += [((*words, name), n) for name, n in getattr(node, "commands", {}).items()]
+        hints = get_type_hints(node.callback) if node.callback else {}
+        for param in node.params:
+            kinds = {hints.get(param.name), *get_args(hints.get(param.name))}
+            for kind in {int, float} & kinds:
+                yield words, param.opts[0], kind
+
+
+NEEDED = {
+    ("serve",): ["absent"],
+    ("generate",): ["absent"],
+    ("balance",): ["--record", "http://127.0.0.1:1"],
+    ("bench", "engine"): ["absent"],
+    ("bench", "quant"): ["absent", "--text", "absent"],
+    ("bench", "soak"): ["absent"],
+    ("bench", "startup"): ["absent"],
+    ("bench", "steps"): ["absent"],
+}
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e30", "1" + "0" * 400])
+def test_no_flag_takes_what_is_no_number_of_anything(value, capsys):
+    from crossdock.cli.main import run
+
+    flags = list(_numbers())
+    assert len(flags) > 60 and {kind for _, _, kind in flags} == {int, float}
+    free = {"--seed"} | (set() if value in ("nan", "-inf") else {"--request-rate"})
+    for words, flag, kind in flags:
+        if flag in free or (kind is int and not value.isdecimal()):
+            continue
+        assert run([*words, *NEEDED.get(words, ()), flag, value]) == 2, (words, flag)
+        assert flag in capsys.readouterr().err, (words, flag)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["balance", "--record", "http://127.0.0.1:1", "--seconds", "0"], "--seconds 0"),
+        (["balance", "--record", "http://127.0.0.1:1", "--seconds", "-1"], "--seconds -1"),
+        (["balance", "--record", "http://127.0.0.1:1", "--windows", "0"], "--windows 0"),
+        (["bench", "plan", "--rate", "-1"], "--rate -1"),
+        (["bench", "plan", "--seconds", "0"], "--seconds 0"),
+        (["bench", "plan", "--target", "-1"], "--target"),
+        (["bench", "serve", "--request-rate", "0"], "--request-rate"),
+        (["bench", "serve", "--num-prompts", "1000001"], "--num-prompts"),
+        (["bench", "comm", "--target", "-1"], "--target"),
+        (["bench", "soak", "absent", "--minutes", "0"], "--minutes"),
+        (["bench", "startup", "absent", "--idle", "-1"], "--idle"),
+        (["generate", "absent", "--prompt", "x", "--temperature", "-1"], "temperature"),
+        (["plan", "deepseek-v3", "--gpus", "1000001"], "--gpus"),
+        (["serve", "absent", "--ranks", "1025"], "ranks must be at most 1024"),
+        (["serve", "absent", "--port", "65536"], "port"),
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range(argv, said, capsys):
+    from crossdock.cli.main import run
+
+    assert run(argv) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_bench_serve_flags():
     fails(crossdock("bench", "serve", "--goodput", "speed:3"), 2, "ttft:500")
     fails(crossdock("bench", "serve", "tpot:3"), 2, "tpot:3")

@@ -1,14 +1,18 @@
 """The commands over a real engine: a tiny checkpoint on CPU ranks."""
 
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from rich.console import Console
 
 DEMO = Path(__file__).parents[2] / "recipes" / "demo.py"
 ENV = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -221,6 +225,24 @@ def test_demo(checkpoint):
         env=ENV,
     )
     assert missing.returncode == 2 and "directory not found" in missing.stderr
+
+
+def test_the_demos_table_fits_80_columns():
+    layers, experts, ranks = 4, 32, 4
+    counts = np.random.default_rng().integers(0, 1000, (layers, experts))
+    metrics = {
+        "crossdock:expert_tokens_total": [
+            ({"layer": str(layer), "expert": str(expert)}, float(n))
+            for (layer, expert), n in np.ndenumerate(counts)
+        ],
+        "crossdock:rank_tokens_total": [({"rank": str(r)}, 10000.0) for r in range(ranks)],
+        "crossdock:rank_busy_ratio": [({"rank": str(r)}, 0.5) for r in range(ranks)],
+    }
+    console = Console(file=io.StringIO(), width=80)
+    console.print(runpy.run_path(str(DEMO))["load_table"](metrics, ranks))
+    shown = console.file.getvalue().split()
+    assert {"layer", "all", "busy", "24-31"} <= set(shown)
+    assert {str(n) for n in counts.flat} <= set(shown)
 
 
 def test_bench_steps(checkpoint, tmp_path):

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("cast_rows.py")
 
 
 def rows():
-    """Of all magnitudes, with zeros, ties of both formats and a block of zeros."""
+    """Of all magnitudes, with zeros, ties of both formats, a block of zeros, NaN and infinity."""
     x = torch.randn(24, 384) * torch.logspace(-6, 6, 24)[:, None]
     x[0, :128] = 0
     x[1, :128] = torch.arange(128) * 3.5  # the largest, 444.5, gives a scale near 1
@@ -22,6 +22,8 @@ def rows():
     x[2, 127] = 448
     bits = torch.randint(0, 1 << 30, (384,), dtype=torch.int32) & ~0xFFFF | 0x8000
     x[3] = (bits & 0x4FFFFFFF).view(torch.float32)  # halfway between two BF16
+    x[4, 5] = x[5, :128] = float("nan")
+    x[5, 300] = float("inf")
     return x
 
 
@@ -35,14 +37,25 @@ def test_kernels_round_as_torch_does(tmp_path, device):
     command = [sys.executable, str(SCRIPT), str(tmp_path / "in"), str(tmp_path / "out"), device]
     subprocess.run(command, env=env, check=True, timeout=120)
     narrow, q, scales = torch.load(tmp_path / "out")
-    assert torch.equal(narrow.view(torch.int16), x.bfloat16().view(torch.int16))
+    finite = x.isfinite()
+    assert torch.equal(narrow.view(torch.int16)[finite], x.bfloat16().view(torch.int16)[finite])
     want_q, want_scales = quantise_blocks_torch(x)
     assert torch.equal(scales, want_scales)
-    assert torch.equal(q, want_q.view(torch.uint8))
+    codes = q.view(torch.float8_e4m3fn)
+    assert torch.equal(codes.isnan(), want_q.isnan())  # whose sign says nothing
+    assert torch.equal(q[~codes.isnan()], want_q.view(torch.uint8)[~codes.isnan()])
+
+
+def test_what_is_not_finite_stays_so():
+    x = rows()
+    back = dequantise_blocks_torch(*quantise_blocks_torch(x), torch.float32)
+    assert back[x.isnan()].isnan().all() and not back[5, 300].isfinite()
+    broken = (x.isinf().unflatten(-1, (-1, 128)).any(-1)).repeat_interleave(128, -1)
+    assert back[~x.isnan() & ~broken].isfinite().all()  # NaN breaks no neighbour
 
 
 def test_a_block_keeps_its_values_to_one_part_in_sixteen():
-    x = rows()[4:]
+    x = rows()[6:]
     back = dequantise_blocks_torch(*quantise_blocks_torch(x), torch.float32)
     largest = x.unflatten(-1, (-1, 128)).abs().amax(-1).repeat_interleave(128, -1)
     assert ((back - x).abs() <= x.abs() / 16 + largest / 448 / 512 * 1.01).all()
