@@ -1,12 +1,12 @@
 """What `plan` does once its flags are known."""
 
-import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -32,6 +32,7 @@ from crossdock.planner import (
     formats_of,
     load_hardware,
     load_model,
+    number_text,
     parse_lengths,
     parse_observed,
     render,
@@ -129,10 +130,7 @@ def _question(options: PlanOptions) -> Question:
         ("--price", options.price, "at least 0"),
         ("--zipf", options.zipf, "at least 0"),
     ):
-        good = value is None or (
-            math.isfinite(value) and (value > 0 or (value == 0 and least != "above 0"))
-        )
-        if not good:
+        if value is not None and not (value > 0 or (value == 0 and least != "above 0")):
             raise ConfigError(f"{flag} must be {least}, got {value:g}")
     work = Workload(
         isl=options.isl or 0,
@@ -207,18 +205,18 @@ def run_validation(output: Output) -> None:
     result = validation_document()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", overflow="fold", ratio=1)
-    for column in ("predicted", "published", "error", "used to calibrate"):
+    for column in ("predicted", "published", "error", "used to\ncalibrate"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in result["rows"]:
         table.add_row(
             Text(row["name"]),
-            _number(row["predicted"]),
-            f"{_number(row['published'])} {row['unit']}",
+            number_text(row["predicted"]),
+            f"{number_text(row['published'])} {row['unit']}",
             f"{row['error']:+.1%}",
             "yes" if row["calibration"] else "",
         )
         if row["cause"]:
-            table.add_row(Text(f"  {row['cause']}", style="dim"))
+            table.add_row(Padding(Text(row["cause"], style="dim"), (0, 0, 0, 2)))
     orders = [
         f"{'right' if r['right'] else 'WRONG'}: {r['name']} ({r['margin']:.2f} times the other)"
         for r in result["rankings"]
@@ -231,10 +229,6 @@ def run_validation(output: Output) -> None:
         _lines("Where the model is weak", result["weak"]),
     ]
     output.result(result, Group(*_spaced(parts)))
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _checklist(items: list[Item]) -> RenderableType:

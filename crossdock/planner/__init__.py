@@ -7,7 +7,7 @@ a `SimConfig` for `simulate`; `validation_document` sets predictions beside publ
 
 from crossdock.planner.answer import Answer, Question, answer_question, formats_of
 from crossdock.planner.answer_day import document_day, render_day, simulate_day
-from crossdock.planner.answer_document import document
+from crossdock.planner.answer_document import document, number_text
 from crossdock.planner.answer_explain import explain
 from crossdock.planner.answer_simulation import compared_table, simulation, variants
 from crossdock.planner.answer_simulation import render as simulation_table
@@ -48,6 +48,7 @@ __all__ = [
     "formats_of",
     "load_hardware",
     "load_model",
+    "number_text",
     "parse_lengths",
     "parse_observed",
     "plan_memory",

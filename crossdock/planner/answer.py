@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from crossdock.core import CapacityError, ConfigError, ModelSpec
 from crossdock.planner.commands import kv_runs, missing_here, missing_in_layout, weights_run
@@ -12,7 +13,7 @@ from crossdock.planner.cost import BYTES
 from crossdock.planner.facts import native_dtype
 from crossdock.planner.hardware import Hardware
 from crossdock.planner.layout import Layout, Workload
-from crossdock.planner.memory import MemoryPlan, SmallestEP, plan_memory, smallest_ep
+from crossdock.planner.memory import MemoryPlan, SmallestEP, smallest_ep
 from crossdock.planner.search import Found, search
 from crossdock.planner.search_deployment import ROOMY, Deployment, name_of
 from crossdock.planner.search_points import Curve, Point
@@ -103,23 +104,18 @@ def answer_question(
     pricing = CostPricing(q.spec, q.hardware, q.work)
     smallest = smallest_ep(q.spec, q.hardware, least_layout(q), q.work)
     gpus = ANY_NUMBER if q.gpus is None else q.gpus
+    looked = partial(search, q.spec, q.hardware, q.work, pricing, q.formats, gpus, tie=tie())
+    by_experts: list[Deployment] = []
+    by_tp: list[Deployment] = []
     try:
-        found = search(
-            q.spec,
-            q.hardware,
-            q.work,
-            pricing,
-            q.formats,
-            gpus,
-            tie=tie(),
-            on_progress=lambda done, total: on_progress("layouts", done, total),
-        )
+        found = looked(on_progress=lambda done, total: on_progress("layouts", done, total))
+        by_experts = [d for d in found.ranked if d.experts == "ep"]
+        by_tp = [d for d in found.ranked if d.experts == "tp"]
+        if not by_experts:
+            looked(allowed=lambda layout: layout.experts == "ep")  # says what is short
     except CapacityError as error:
-        raise CapacityError(_with_arithmetic(str(error), smallest, gpus)) from None
-    by_experts = [d for d in found.ranked if d.experts == "ep"]
-    by_tp = [d for d in found.ranked if d.experts == "tp"]
-    if not by_experts:
-        raise CapacityError(_only_tp(by_tp[0]))
+        message = _with_arithmetic(str(error), smallest, gpus)
+        raise CapacityError("\n  ".join([message, *map(_by_tp, by_tp[:1])])) from None
     best = by_experts[0]
     if best.overloaded:
         raise CapacityError(_overload(best, q))
@@ -133,7 +129,7 @@ def answer_question(
         runnable=runnable,
         not_runnable=why,
         roles=_roles(found, q.work),
-        memory=_memory(q, best),
+        memory=_memory(pricing, best),
         smallest=smallest,
         errors={role: median_error(role) for role in sides},
         found=found,
@@ -154,15 +150,12 @@ def _varied(ranked: Sequence[Deployment], number: int) -> tuple[Deployment, ...]
     return tuple(kept[:number])
 
 
-def _memory(q: Question, best: Deployment) -> dict[str, MemoryPlan]:
+def _memory(pricing: CostPricing, best: Deployment) -> dict[str, MemoryPlan]:
     """By role; of GPUs that serve both, one plan, for the larger steps of prefill."""
     prefill, decode = (side.point.layout for side in (best.prefill, best.decode))
     if best.kind == "together":
         prefill = decode = replace(prefill, role="both")
-    return {
-        "prefill": plan_memory(q.spec, q.hardware, prefill, q.work),
-        "decode": plan_memory(q.spec, q.hardware, decode, q.work),
-    }
+    return {"prefill": pricing.memory(prefill), "decode": pricing.memory(decode)}
 
 
 def least_layout(question: Question) -> Layout:
@@ -238,11 +231,11 @@ def _overload(deployment: Deployment, q: Question) -> str:
     )
 
 
-def _only_tp(deployment: Deployment) -> str:
+def _by_tp(deployment: Deployment) -> str:
     return (
-        f"only experts sharded by {name_of(deployment.decode.point.layout)} meet the limits (TTFT "
-        f"{deployment.ttft_s * 1e3:,.0f} ms, TPOT {deployment.tpot_s * 1e3:,.1f} ms), and "
-        "crossdock shards none; raise --tpot or --ttft"
+        f"experts sharded by {name_of(deployment.decode.point.layout)} would meet the limits (TTFT "
+        f"{deployment.ttft_s * 1e3:,.0f} ms, TPOT {deployment.tpot_s * 1e3:,.1f} ms); crossdock "
+        "shards none"
     )
 
 

@@ -11,6 +11,8 @@ from rich.text import Text
 
 from crossdock.core import CapacityError, ConfigError
 from crossdock.planner.answer import Answer, answer_question
+from crossdock.planner.answer_document import number_text, usd_text
+from crossdock.planner.answer_tables import item
 from crossdock.planner.simulate import DayComparison, DayProfile, compare_sizes, read_profile
 
 MOST_SIZES = 8
@@ -76,18 +78,18 @@ def render_day(day: Day) -> RenderableType:
         table.add_row(
             name,
             f"{low}" if low == high else f"{low} to {high}",
-            f"{result.gpu_hours:,.0f}",
-            "" if result.cost is None else f"${result.cost:,.0f}",
+            number_text(result.gpu_hours),
+            "" if result.cost is None else usd_text(result.cost),
             f"{result.changes}",
             f"{result.late:.2%}",
             f"{result.p99_wait_s:,.2f}",
         )
     return Group(
         Text("A day", style="bold"),
-        Text(f" - {min(rates):,.4g} to {max(rates):,.4g} requests/s over {hours:,.3g} hours"),
-        Text(f" - capacity by GPUs: {sizes}"),
+        item(f"{min(rates):,.4g} to {max(rates):,.4g} requests/s over {hours:,.3g} hours"),
+        item(f"capacity by GPUs: {sizes}"),
         table,
-        Text(f" - sizes that follow the load save {day.result.saved:.0%} of the GPU hours"),
+        item(f"sizes that follow the load save {day.result.saved:.0%} of the GPU hours"),
     )
 
 

@@ -199,7 +199,8 @@ def _why_not(best: Deployment, faster: Deployment) -> str:
             f"{_fullest(best):.0%} here"
         )
     return line + (
-        f"but a user gets {1 / faster.tpot_s:.0f} tokens/s there, {1 / best.tpot_s:.0f} here"
+        f"but a user gets {number_text(1 / faster.tpot_s)} tokens/s there, "
+        f"{number_text(1 / best.tpot_s)} here"
     )
 
 
@@ -227,6 +228,15 @@ def largest_part(point: Point) -> tuple[str, float]:
 
 def rate_text(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def number_text(value: float) -> str:
+    """Three digits that count: what is small must not look like nothing."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def usd_text(value: float) -> str:
+    return f"${value:,.2f}" if value >= 1 else f"${value:.3g}"
 
 
 def part_name(part: str) -> str:

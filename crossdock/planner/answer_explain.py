@@ -4,7 +4,7 @@ import numpy as np
 
 from crossdock.planner.alignment import advise_dense, aligned_tp_sizes, shards
 from crossdock.planner.answer import Answer, tie
-from crossdock.planner.answer_document import Rates
+from crossdock.planner.answer_document import Rates, rate_text, usd_text
 from crossdock.planner.cost import communication_table, speed_limit
 from crossdock.planner.cost.model import FP8_ROW
 from crossdock.planner.facts import model_facts
@@ -66,17 +66,18 @@ def _rates(answer: Answer) -> list[str]:
     rates = Rates(best, q)
     lines = [
         f"prefill: {p.point.batch:,.0f} tokens / {p.point.step.total:.4f} s / {work.isl:,} = "
-        f"{p.point.requests_per_gpu_s:.3f} requests/s per GPU, x {p.gpus} GPUs = "
-        f"{p.point.requests_per_gpu_s * p.gpus:,.1f}",
+        f"{rate_text(p.point.requests_per_gpu_s)} requests/s per GPU, x {p.gpus} GPUs = "
+        f"{rate_text(p.point.requests_per_gpu_s * p.gpus)}",
         f"decode: {d.point.batch:,.3g} sequences / {d.point.step.total:.4f} s / {work.osl:,} "
-        f"= {d.point.requests_per_gpu_s:.3f} requests/s per GPU, x {d.gpus} GPUs = "
-        f"{d.point.requests_per_gpu_s * d.gpus:,.1f}",
+        f"= {rate_text(d.point.requests_per_gpu_s)} requests/s per GPU, x {d.gpus} GPUs = "
+        f"{rate_text(d.point.requests_per_gpu_s * d.gpus)}",
     ]
     steps = max(1.0, work.isl / (p.point.batch * p.point.layout.tp))
     if best.kind == "split":
         rest = best.ttft_s - p.point.latency_s
         lines += [
-            f"capacity: the smaller of both roles at full load = {best.capacity:,.1f} requests/s",
+            "capacity: the smaller of both roles at full load = "
+            f"{rate_text(best.capacity)} requests/s",
             f"TTFT = ({steps:.2g} step{'s' * (steps > 1)} + {HALF_A_STEP} of waiting) x "
             f"{p.point.step.total * 1e3:,.1f} ms + {rest * 1e3:,.1f} ms of KV transfer, queue "
             f"= {best.ttft_s * 1e3:,.1f} ms",
@@ -90,7 +91,7 @@ def _rates(answer: Answer) -> list[str]:
             f"{p.point.batch:,.0f} tokens / {work.osl:,} = {inserted * 1e3:,.1f} ms: "
             f"{best.tpot_s * 1e3:,.1f} ms",
             f"capacity = {best.gpus} GPUs x {d.point.batch:,.3g} sequences / {work.osl:,} / "
-            f"{best.tpot_s:.4f} s = {best.capacity:,.1f} requests/s",
+            f"{best.tpot_s:.4f} s = {rate_text(best.capacity)} requests/s",
             f"TTFT = {best.ttft_s * 1e3:,.1f} ms: {steps:.2g} prefill step{'s' * (steps > 1)}, "
             f"{HALF_A_STEP} of one and a decode step of waiting, and the queue",
         ]
@@ -100,14 +101,14 @@ def _rates(answer: Answer) -> list[str]:
             "an M/D/1 queue waits 4.5 services"
         )
     lines.append(
-        f"per GPU: {best.rate:,.1f} x {work.osl:,} / {best.gpus} = {rates.output_per_gpu:,.1f} "
-        f"output and {rates.input_per_gpu:,.1f} input tokens/s; per user 1 / TPOT = "
-        f"{1 / best.tpot_s:,.1f}"
+        f"per GPU: {rate_text(best.rate)} x {work.osl:,} / {best.gpus} = "
+        f"{rate_text(rates.output_per_gpu)} output and {rate_text(rates.input_per_gpu)} input "
+        f"tokens/s; per user 1 / TPOT = {rate_text(1 / best.tpot_s)}"
     )
-    if q.price is not None:
+    if rates.usd_per_million_output is not None:
         lines.append(
-            f"cost: ${q.price:g} / 3600 s / {rates.output_per_gpu:,.1f} tokens/s x 1e6 = "
-            f"${rates.usd_per_million_output:,.3f} per million output tokens"
+            f"cost: ${q.price:g} / 3600 s / {rate_text(rates.output_per_gpu)} tokens/s x 1e6 = "
+            f"{usd_text(rates.usd_per_million_output)} per million output tokens"
         )
     held = answer.memory["decode"].requests
     lines.append(

@@ -13,6 +13,8 @@ from rich.text import Text
 from crossdock.balance import POLICIES
 from crossdock.core import ConfigError
 from crossdock.planner.answer import Answer
+from crossdock.planner.answer_document import number_text
+from crossdock.planner.answer_tables import item
 from crossdock.planner.calibration import DEFAULT
 from crossdock.planner.memory import expert_bytes
 from crossdock.planner.search_deployment import Deployment, Side
@@ -166,10 +168,11 @@ def variants(config: SimConfig, what: str) -> dict[str, SimConfig]:
 
 
 def compared_table(results: Mapping[str, SimResult]) -> RenderableType:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    columns = ("requests/s", "within limits", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms")
-    for column in ("Compared", "", *columns):
-        table.add_column(column, justify="right" if column in columns else "left")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("Compared", ""):
+        table.add_column(column)
+    for column in ("requests/s", "within\nlimits", "TTFT p50", "p99 ms", "TPOT p50", "p99 ms"):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, r in results.items():
         if r.ttft_s is None or r.tpot_s is None or r.goodput is None or r.request_rate is None:
             table.add_row(f"  {name}", r.verdict)
@@ -193,8 +196,8 @@ def render(answer: Answer, result: SimResult, seconds: float) -> RenderableType:
     ]
     if result.output_rate_per_gpu is not None and result.goodput is not None:
         lines.append(
-            f"{result.request_rate:,.4g} requests/s, {result.output_rate_per_gpu:,.0f} output "
-            f"tokens/s per GPU; within the limits {result.goodput:,.4g} requests/s"
+            f"{result.request_rate:,.4g} requests/s, {number_text(result.output_rate_per_gpu)} "
+            f"output tokens/s per GPU; within the limits {result.goodput:,.4g} requests/s"
         )
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("", "mean", "p50", "p90", "p99", f"plan, at {answer.best.rate:,.4g}/s"):
@@ -207,7 +210,7 @@ def render(answer: Answer, result: SimResult, seconds: float) -> RenderableType:
     ):
         if spread is not None:
             table.add_row(name, *_cells(spread), "" if planned is None else _ms(planned))
-    pools = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    pools = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in (
         "",
         "busy",
@@ -233,9 +236,7 @@ def render(answer: Answer, result: SimResult, seconds: float) -> RenderableType:
         )
     queued = max(result.series.queued, default=0)
     lines.append(f"at most {queued:,} requests waited for their first token at once")
-    return Group(
-        Text("Simulated", style="bold"), *(Text(f" - {line}") for line in lines), table, pools
-    )
+    return Group(Text("Simulated", style="bold"), *(item(line) for line in lines), table, pools)
 
 
 def _cells(spread: Spread) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -10,9 +11,11 @@ from crossdock.planner.answer import Answer, Question
 from crossdock.planner.answer_document import (
     Rates,
     commands,
+    number_text,
     part_name,
     rate_text,
     tokens_per_gpu_s,
+    usd_text,
     why,
 )
 from crossdock.planner.commands import Command, missing_here, redundant_experts
@@ -33,7 +36,7 @@ def render(answer: Answer) -> RenderableType:
         *_totals(answer),
         "",
         Text("Why", style="bold"),
-        *(_item(line) for line in why(answer)),
+        *(item(line) for line in why(answer)),
         "",
         _memory(answer),
         "",
@@ -64,10 +67,10 @@ def _question(q: Question) -> RenderableType:
         f"{', '.join(limits)}; experts' loads follow Zipf's law with exponent {q.work.zipf:g}",
         *facts.lines(),
     ]
-    return Group(Text(lines[0], style="bold"), *(_item(line) for line in lines[1:]))
+    return Group(Text(lines[0], style="bold"), *(item(line) for line in lines[1:]))
 
 
-def _item(line: str, style: str = "") -> RenderableType:
+def item(line: str, style: str = "") -> RenderableType:
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_row(" -", Text(line, style=style))
     return table
@@ -126,23 +129,23 @@ def _batch(point: Point) -> str:
 
 def _speed(point: Point, q: Question) -> str:
     way = "input" if point.phase == "prefill" else "output"
-    return f"{tokens_per_gpu_s(point, q):,.0f} {way} tokens/s"
+    return f"{number_text(tokens_per_gpu_s(point, q))} {way} tokens/s"
 
 
 def _totals(answer: Answer) -> list[RenderableType]:
     best, q = answer.best, answer.question
     rates = Rates(best, q)
     cost = ""
-    if rates.usd_per_million is not None:
+    if rates.usd_per_million is not None and rates.usd_per_million_output is not None:
         cost = (
-            f"; at ${q.price:g} per GPU hour ${rates.usd_per_million_output:,.2f} per million "
-            f"output tokens, ${rates.usd_per_million:,.3f} per million of both"
+            f"; at ${q.price:g} per GPU hour {usd_text(rates.usd_per_million_output)} per million "
+            f"output tokens, {usd_text(rates.usd_per_million)} per million of both"
         )
     missing = missing_here(best, q.spec, q.hardware)
     lines = [
-        f"{rate_text(best.rate)} requests/s on {best.gpus:,} GPUs: {rates.input_per_gpu:,.0f} "
-        f"input and {rates.output_per_gpu:,.0f} output tokens/s per GPU, "
-        f"{1 / best.tpot_s:,.1f} tokens/s per user{cost}",
+        f"{rate_text(best.rate)} requests/s on {best.gpus:,} GPUs: "
+        f"{number_text(rates.input_per_gpu)} input and {number_text(rates.output_per_gpu)} "
+        f"output tokens/s per GPU, {number_text(1 / best.tpot_s)} tokens/s per user{cost}",
         f"TTFT {best.ttft_s * 1e3:,.0f} ms, TPOT {best.tpot_s * 1e3:,.1f} ms",
     ]
     if best.kind == "together":
@@ -155,10 +158,10 @@ def _totals(answer: Answer) -> list[RenderableType]:
         + ", ".join(f"{role} {error:.0%}" for role, error in answer.errors.items())
         + " (crossdock plan --validate)"
     )
-    shown: list[RenderableType] = ["", *(_item(line) for line in lines)]
+    shown: list[RenderableType] = ["", *(item(line) for line in lines)]
     if missing:
         text = f"not runnable with this version of crossdock: {', '.join(missing)}"
-        shown.append(_item(text, "bold yellow"))
+        shown.append(item(text, "bold yellow"))
         shown.append(_runnable(answer))
     return shown
 
@@ -166,12 +169,12 @@ def _totals(answer: Answer) -> list[RenderableType]:
 def _runnable(answer: Answer) -> RenderableType:
     d, q = answer.runnable, answer.question
     if d is None:
-        return _item(f"nor does this version run any other layout for this: {answer.not_runnable}")
+        return item(f"nor does this version run any other layout for this: {answer.not_runnable}")
     rates, weights = Rates(d, q), d.decode.point.layout.weights_dtype
-    return _item(
+    return item(
         f"the best that it runs: {_describe(d, q)}, {weights} weights, on {d.gpus} GPUs: "
-        f"{rate_text(d.rate)} requests/s, {rates.output_per_gpu:,.0f} output tokens/s per GPU, "
-        f"TTFT {d.ttft_s * 1e3:,.0f} ms, TPOT {d.tpot_s * 1e3:,.1f} ms"
+        f"{rate_text(d.rate)} requests/s, {number_text(rates.output_per_gpu)} output tokens/s per "
+        f"GPU, TTFT {d.ttft_s * 1e3:,.0f} ms, TPOT {d.tpot_s * 1e3:,.1f} ms"
     )
 
 
@@ -235,12 +238,13 @@ def _compared(answer: Answer) -> RenderableType:
         rates = Rates(d, q)
         head = f"{name}: " if name else ""
         flag = f" (overloaded: {q.work.request_rate:g} asked)" if d.overloaded else ""
+        what = Text(f"{head}{_describe(d, q)}{flag}", style="bold" if d is answer.best else "")
         table.add_row(
-            Text(f"  {head}{_describe(d, q)}{flag}", style="bold" if d is answer.best else ""),
+            Padding(what, (0, 0, 0, 2)),
             f"{d.gpus:,}",
             rate_text(d.rate),
-            f"{rates.output_per_gpu:,.0f}",
-            f"{1 / d.tpot_s:,.0f}",
+            number_text(rates.output_per_gpu),
+            number_text(1 / d.tpot_s),
             f"{d.ttft_s * 1e3:,.0f}",
             f"{d.tpot_s * 1e3:,.1f}",
         )
@@ -278,7 +282,7 @@ def _alone(answer: Answer) -> RenderableType:
     lines.append(f"in balance: {ratio:.2f} GPUs prefill for each that decodes")
     head = Text("Each role by itself, the other assumed to keep up, as figures are published")
     head.stylize("bold")
-    return Group(head, *(_item(line) for line in lines))
+    return Group(head, *(item(line) for line in lines))
 
 
 def _commands(answer: Answer) -> list[RenderableType]:
@@ -299,7 +303,7 @@ def _commands(answer: Answer) -> list[RenderableType]:
     return shown
 
 
-def _folded(line: str, width: int = 96) -> str:
+def _folded(line: str, width: int = 68) -> str:
     """A command over several lines, broken before flags, that a shell reads as one."""
     lines = [""]
     for word in line.replace(" --", "\0--").split("\0"):

@@ -249,7 +249,9 @@ def _vllm(
                 "$([ $NODE = 0 ] || echo --headless)",
             ]
     if layout.experts == "ep" and layout.gpus > 1:
-        backend = _vllm_backend(layout, hardware)
+        # One backend serves both phases, and low latency has a buffer for a whole step per expert.
+        steps = deployment.prefill.point.layout if role == "both" else layout
+        backend = _vllm_backend(layout, steps.mode == "low_latency", hardware)
         flags += ["--enable-expert-parallel", f"--all2all-backend {backend}"]
         redundant = redundant_experts(layout, spec)
         if redundant:
@@ -274,8 +276,7 @@ def _vllm(
     return _where(side, role, nodes), f"vllm serve {_checkpoint(model)} {' '.join(flags)}"
 
 
-def _vllm_backend(layout: Layout, hardware: Hardware) -> str:
-    low = layout.mode == "low_latency"
+def _vllm_backend(layout: Layout, low: bool, hardware: Hardware) -> str:
     if _is_amd(hardware):
         return "mori_low_latency" if low else "mori_high_throughput"
     if hardware.domain_size > 8 and layout.gpus <= hardware.domain_size:

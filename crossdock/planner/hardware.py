@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,10 @@ def load_hardware(name_or_path: str | Path, fabric: str | None = None) -> Hardwa
             )
         path = found
     values = read_toml(path)
-    if fabric is not None:
-        values["outer"] = fabric
-    return parse_hardware(values, path.stem, str(path))
+    hardware = parse_hardware(values, path.stem, str(path))
+    if fabric is None:
+        return hardware
+    return replace(hardware, outer=_link("--fabric", "outer", fabric))
 
 
 def parse_hardware(values: dict[str, Any], name: str, where: str) -> Hardware:

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields, replace
 
-from crossdock.core import GQASpec, ModelSpec
+from crossdock.core import EngineConfig, GQASpec, ModelSpec
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.staging import LOW_LATENCY_TOKENS, Staging
 from crossdock.planner.hardware import Hardware
@@ -43,7 +43,8 @@ class Weights:
 class MemoryPlan:
     """One GPU of `layout`, in bytes; `kv_tokens` and `requests` of one attention group.
 
-    `transport`: symmetric buffers. `length`: tokens of KV that a request comes to hold. `short`:
+    `transport`: symmetric buffers. `staging`: where a layer's experts arrive when they move.
+    `length`: tokens of KV that a request comes to hold. `short`:
     empty where at least one request fits, else which number is short and by how much.
     """
 
@@ -53,6 +54,7 @@ class MemoryPlan:
     budget_bytes: int
     weights: Weights
     transport: int
+    staging: int
     activations: int
     workspaces: int
     graphs: int
@@ -62,7 +64,8 @@ class MemoryPlan:
     @property
     def used_bytes(self) -> int:
         """All but KV."""
-        return self.weights.total + self.transport + self.activations + self.rest_bytes
+        buffers = self.transport + self.staging + self.activations
+        return self.weights.total + buffers + self.rest_bytes
 
     @property
     def rest_bytes(self) -> int:
@@ -109,7 +112,7 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         weights = {f.name: getattr(self.weights, f.name) for f in fields(Weights)}
-        names = ("transport", "activations", "workspaces", "graphs")
+        names = ("transport", "staging", "activations", "workspaces", "graphs")
         return {**weights, **{name: getattr(self, name) for name in names}}
 
     def lines(self) -> list[str]:
@@ -157,12 +160,13 @@ def slots_per_rank(spec: ModelSpec, layout: Layout) -> int:
     return -(-spec.moe.num_experts // layout.gpus) + layout.redundant_per_rank
 
 
-def rank_weights(spec: ModelSpec, layout: Layout) -> Weights:
-    """Of one GPU. Heads and vocabulary are sharded over `tp`; dense layers, shared experts and
-    routers are whole on each GPU where experts lie by EP (they then see the GPU's own tokens), and
-    sharded over `tp` as the experts are where those are."""
+def rank_weights(spec: ModelSpec, layout: Layout, whole_vocab: bool = False) -> Weights:
+    """Of one GPU. Heads are sharded over `tp`, the vocabulary too unless `whole_vocab`; dense
+    layers, shared experts and routers are whole on each GPU where experts lie by EP (they then see
+    the GPU's own tokens), and sharded over `tp` as the experts are where those are."""
     h, dtype, n_moe = spec.hidden_size, layout.weights_dtype, len(spec.moe_layers)
     by_tp = layout.tp if layout.experts == "tp" else 1
+    vocab = spec.vocab_size if whole_vocab else -(-spec.vocab_size // layout.tp)
     one = expert_bytes(spec, dtype)
     experts = slots_per_rank(spec, layout) * one
     if layout.experts == "tp":
@@ -170,14 +174,13 @@ def rank_weights(spec: ModelSpec, layout: Layout) -> Weights:
     plain = DTYPE_BYTES["bfloat16"]
     dense = (spec.num_layers - n_moe) * 3 * h * spec.intermediate_size
     shared = n_moe * 3 * h * spec.moe.shared_intermediate_size
-    vocab = -(-spec.vocab_size // layout.tp) * h * (1 if spec.tie_word_embeddings else 2)
     return Weights(
         attention=spec.num_layers * matrix_bytes(spec, attention_params(spec, layout.tp), dtype),
         dense=matrix_bytes(spec, -(-dense // by_tp), dtype),
         shared=matrix_bytes(spec, -(-shared // by_tp), dtype)
         + n_moe * h * spec.moe.num_experts * plain,
         experts=experts,
-        embeddings=vocab * plain,
+        embeddings=vocab * h * (1 if spec.tie_word_embeddings else 2) * plain,
     )
 
 
@@ -206,15 +209,25 @@ def kv_bytes_per_token(spec: ModelSpec, dtype: str, tp: int = 1) -> int:
 
 
 def transport_bytes(spec: ModelSpec, layout: Layout) -> int:
-    """Symmetric buffers for all ranks' tokens at once, and a second set for small steps, which is
-    what this version's NVLink transport takes; BF16 rows home, rows out in FP8 where the weights
-    are. None without EP."""
+    """Symmetric buffers for all ranks' tokens at once (more than `max_dispatch_tokens` of a rank
+    travel in pieces), and a second set for small steps, which is what this version's NVLink
+    transport takes; BF16 rows home, rows out in FP8 where the weights are. None without EP."""
     if layout.experts == "tp" or layout.gpus == 1:
         return 0
     fp8 = layout.weights_dtype.startswith("float8")
-    sizes = {layout.max_tokens_per_rank, min(layout.max_tokens_per_rank, LOW_LATENCY_TOKENS)}
+    most = min(layout.max_tokens_per_rank, EngineConfig.max_dispatch_tokens)
+    sizes = {most, min(most, LOW_LATENCY_TOKENS)}
     H, K = spec.hidden_size, spec.moe.top_k
     return sum(Staging(layout.gpus, T, H, K, _ACTIVATION_BYTES, fp8).nbytes for T in sizes)
+
+
+def staging_bytes(spec: ModelSpec, layout: Layout) -> int:
+    """A place for each of a GPU's slots in one layer, as engines have that move experts while they
+    serve. None without EP."""
+    if layout.experts == "tp" or layout.gpus == 1:
+        return 0
+    one = matrix_bytes(spec, spec.expert_params, layout.weights_dtype)
+    return slots_per_rank(spec, layout) * one
 
 
 def received_rows(spec: ModelSpec, layout: Layout) -> float:
@@ -259,16 +272,18 @@ def plan_memory(
     workload: Workload,
     *,
     memory_share: float = MEMORY_SHARE,
+    whole_vocab: bool = False,
 ) -> MemoryPlan:
-    """`memory_share`: of the GPU's memory that may be filled. Never raises for what does not fit:
-    the plan says so."""
+    """`memory_share`: of the GPU's memory that may be filled. `whole_vocab`: embeddings and LM head
+    are on every rank of a group. Never raises for what does not fit: the plan says so."""
     return MemoryPlan(
         hardware=hardware.name,
         layout=layout,
         memory_bytes=hardware.memory_bytes,
         budget_bytes=int(hardware.memory_bytes * memory_share),
-        weights=rank_weights(spec, layout),
+        weights=rank_weights(spec, layout, whole_vocab),
         transport=transport_bytes(spec, layout),
+        staging=staging_bytes(spec, layout),
         activations=activation_bytes(spec, layout, workload),
         workspaces=EXPERT_WORKSPACE_BYTES + LIBRARY_BYTES,
         graphs=0 if layout.role == "prefill" else GRAPH_BYTES,

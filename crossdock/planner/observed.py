@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from crossdock.core import ConfigError
+from crossdock.planner.answer_document import number_text
 from crossdock.planner.fragmentation import KVState, kv_state
 
 _SAMPLE = re.compile(r"^crossdock:(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
@@ -27,8 +28,8 @@ class Observed:
             *self.kv.lines(),
             f"dispatch and combine: {self.exchange_share:.0%} of step time, waits included",
             f"busiest rank over the mean: {uneven}",
-            f"per device now: {self.input_tokens_per_s_per_gpu:,.0f} input and "
-            f"{self.output_tokens_per_s_per_gpu:,.0f} output tokens/s",
+            f"per device now: {number_text(self.input_tokens_per_s_per_gpu)} input and "
+            f"{number_text(self.output_tokens_per_s_per_gpu)} output tokens/s",
         ]
 
 

@@ -81,13 +81,19 @@ def search(
             made[role].append(limited)
     on_progress(len(tasks), len(tasks))
     require_fit(made, unfit, work, gpus)
-    found = list(_together(made["prefill"], made["decode"], pricing, work, gpus))
-    if split:
-        found += _split(made["prefill"], made["decode"], work, gpus, transfer_s(spec, hardware))
+    prefill, decode = made["prefill"], made["decode"]
+
+    def deployments(work: Workload) -> Iterator[Deployment]:
+        yield from _together(prefill, decode, pricing, work, gpus)
+        if split:
+            yield from _split(prefill, decode, work, gpus, transfer_s(spec, hardware))
+
+    found = list(deployments(work))
     if not found:
-        raise CapacityError(why_none(made, work, gpus, split))
+        held = any(True for _ in deployments(replace(work, ttft_s=None, tpot_s=None)))
+        raise CapacityError(why_none(made, work, gpus, split, held))
     priced = sum(len(curve.points) for curves in made.values() for curve in curves)
-    return Found(_rank(found, work, tie), tuple(made["prefill"]), tuple(made["decode"]), priced)
+    return Found(_rank(found, work, tie), tuple(prefill), tuple(decode), priced)
 
 
 def transfer_s(spec: ModelSpec, hardware: Hardware) -> Callable[[Workload, Layout], float]:

@@ -21,10 +21,11 @@ def require_fit(
         short = [(fit.short_bytes, layout) for layout, fit in tried if fit.short_bytes]
         if tried and len(short) == len(tried):
             least, layout = min(short, key=lambda pair: pair[0])
+            largest = max(layout.gpus for layout, _ in tried)
             raise CapacityError(
                 f"memory is short by {least / GIB:.1f} GiB per GPU for {role}, at best "
                 f"({name_of(layout)}, {layout.weights_dtype} weights): raise --gpus"
-                f"{given(gpus)}, or take GPUs with more memory"
+                f"{given(gpus, largest)}, or take GPUs with more memory"
             )
         if tried:
             most, layout = max(
@@ -34,14 +35,17 @@ def require_fit(
             raise CapacityError(
                 f"KV memory holds {most:,} tokens per attention group for {role} at best "
                 f"({name_of(layout)}), a request needs {needed:,}: short by "
-                f"{max(0, needed - most):,} tokens; raise --gpus{given(gpus)}, shorten --isl or "
-                "--osl, or store KV in fewer bytes (--kv-dtype)"
+                f"{max(0, needed - most):,} tokens; raise --gpus{given(gpus, gpus)}, shorten --isl "
+                "or --osl, or store KV in fewer bytes (--kv-dtype)"
             )
         raise CapacityError(f"no layout of {gpus} GPUs is allowed for {role}")
 
 
-def why_none(made: dict[str, list[Curve]], work: Workload, gpus: int, split: bool) -> str:
-    """Which limit no layout meets, and by how much the nearest misses it."""
+def why_none(
+    made: dict[str, list[Curve]], work: Workload, gpus: int, split: bool, held: bool
+) -> str:
+    """Which limit no layout meets, and by how much the nearest misses it. `held`: whether the GPUs
+    have room for both phases."""
     parts = []
     for role, limit_s, name in (
         ("prefill", work.ttft_s, "TTFT"),
@@ -58,6 +62,11 @@ def why_none(made: dict[str, list[Curve]], work: Workload, gpus: int, split: boo
             )
     if parts:
         return "; ".join(parts)
+    if not held:
+        return (
+            f"{gpus} GPUs have memory for prefill or for decode, not for both: raise --gpus, or "
+            "take GPUs with more memory"
+        )
     apart = (
         "prefill and decode side by side or together" if split else "both phases on one instance"
     )
@@ -67,5 +76,9 @@ def why_none(made: dict[str, list[Curve]], work: Workload, gpus: int, split: boo
     )
 
 
-def given(gpus: int) -> str:
-    return f" ({gpus:,} given)" if gpus < ANY_NUMBER else ""
+def given(gpus: int, largest: int) -> str:
+    """`largest`: the largest instance that was looked at."""
+    if gpus >= ANY_NUMBER:
+        return ""
+    of_them = f", of which an instance takes {largest:,}: whole nodes, or a part that divides one"
+    return f" ({gpus:,} given{of_them if largest < gpus else ''})"

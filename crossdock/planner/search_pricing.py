@@ -6,10 +6,11 @@ from math import log, sqrt
 from crossdock.balance import POLICIES
 from crossdock.core import ModelSpec
 from crossdock.planner.calibration import DEFAULT
+from crossdock.planner.commands import missing_in_layout
 from crossdock.planner.cost import StepCost, StepModel, expected_imbalance
 from crossdock.planner.hardware import Hardware
 from crossdock.planner.layout import Layout, Phase, Workload
-from crossdock.planner.memory import plan_memory
+from crossdock.planner.memory import MemoryPlan, plan_memory
 from crossdock.planner.search_points import Fit
 
 BALANCED_RANKS = 32
@@ -32,11 +33,17 @@ class CostPricing:
     def fit(self, layout: Layout) -> Fit:
         key = replace(layout, overlap="off")
         if key not in self._fits:
-            plan = plan_memory(self._spec, self._hardware, key, self._work)
+            plan = self.memory(key)
             self._fits[key] = Fit(
                 plan.kv_tokens, plan.short_bytes, plan.weights.total / plan.budget_bytes
             )
         return self._fits[key]
+
+    def memory(self, layout: Layout) -> MemoryPlan:
+        """As our engine holds it, the vocabulary whole, where it runs the layout; others split the
+        vocabulary over `tp`."""
+        ours = layout.tp > 1 and not missing_in_layout(layout, self._spec, self._hardware)
+        return plan_memory(self._spec, self._hardware, layout, self._work, whole_vocab=ours)
 
     def step(self, layout: Layout, phase: Phase, tokens_per_gpu: float, context: float) -> StepCost:
         key = replace(layout, role="both", max_tokens_per_rank=1), phase

@@ -27,7 +27,7 @@ from crossdock.planner import (
     simulation,
     variants,
 )
-from crossdock.planner.answer_document import commands, why
+from crossdock.planner.answer_document import commands, usd_text, why
 from crossdock.planner.calibration import DEFAULT
 from crossdock.planner.commands import missing_here, missing_in_layout, redundant_experts
 from crossdock.planner.layout import Layout
@@ -91,6 +91,35 @@ def test_throughput_is_consistent(large):
     assert made["output_tokens_per_s_per_gpu"] == pytest.approx(best.rate * work.osl / best.gpus)
     dollars = 2.0 * best.gpus / 3600 / (best.rate * work.osl) * 1e6
     assert made["usd_per_million_output_tokens"] == pytest.approx(dollars)
+
+
+def test_small_rates_and_money_keep_their_digits():
+    answer = answer_question(
+        question("mixtral-8x7b", "h200", 8, 1000, 500, price=7e-7, request_rate=4e-4)
+    )
+    made, text = document(answer)["recommended"], " ".join(text_of(render(answer)).split())
+    rates = re.search(r"([\d.]+) input and ([\d.]+) output tokens/s per GPU, ([\d.]+)", text)
+    money = re.search(r"\$([\d.]+) per million output tokens, \$([\d.]+) per million", text)
+    for said, name in zip(
+        (*rates.groups(), *money.groups()),
+        (
+            "input_tokens_per_s_per_gpu", "output_tokens_per_s_per_gpu", "tokens_per_s_per_user",
+            "usd_per_million_output_tokens", "usd_per_million_tokens",
+        ),
+        strict=True,
+    ):  # fmt: skip
+        assert float(said) == pytest.approx(made[name], rel=0.006)
+    assert f"= {usd_text(made['usd_per_million_output_tokens'])} per million" in "\n".join(
+        line for lines in explain(answer).values() for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "$0"), (0.00312, "$0.00312"), (0.3456, "$0.346"), (2, "$2.00"), (12345.678, "$12,345.68")],
+)
+def test_money(value, said):
+    assert usd_text(value) == said
 
 
 def test_every_plan_states_the_error_of_its_kind(large):
@@ -179,6 +208,14 @@ def test_flags_of_other_engines_agree_with_the_layout(large):
     assert "deepep_high_throughput" in vllm[0] and "deepep_low_latency" in vllm[1]
 
 
+def test_one_backend_of_vllm_takes_prefills_steps_too():
+    found = answer_question(question("qwen3-30b-a3b", "h100", 4, 2000, 200))
+    modes = [side.point.layout.mode for side in (found.best.prefill, found.best.decode)]
+    assert found.best.kind == "together" and modes == ["normal", "low_latency"]
+    (line,) = [c.line for c in commands(found) if c.engine.startswith("vLLM")]
+    assert "--all2all-backend deepep_high_throughput " in line
+
+
 @pytest.mark.parametrize(("gpus", "redundant", "slots"), [(32, 1, 288), (72, 0, 288), (13, 0, 260)])
 def test_redundant_experts_fill_the_slots(gpus, redundant, slots):
     layout = Layout("decode", gpus, redundant_per_rank=redundant)
@@ -188,6 +225,17 @@ def test_redundant_experts_fill_the_slots(gpus, redundant, slots):
 def test_too_few_gpus_are_refused_with_the_arithmetic():
     with pytest.raises(CapacityError, match=r"short by .* GiB(?s:.)*653\.9e9(?s:.)*13 GPUs"):
         answer_question(question(gpus=8))
+
+
+def test_gpus_that_no_instance_takes_are_named():
+    with pytest.raises(CapacityError, match=r"13 given, of which an instance takes 8\b"):
+        answer_question(question(gpus=13))
+
+
+def test_what_only_experts_by_tp_could_serve_is_refused_for_what_is_short():
+    with pytest.raises(CapacityError, match=r"not for both: raise --gpus(?s:.)*by TP8") as error:
+        answer_question(question("deepseek-v3", "h20", 8, 1500, 200))
+    assert "--tpot" not in str(error.value)
 
 
 def test_a_rate_beyond_the_gpus_is_refused_with_what_is_missing():

@@ -1,8 +1,11 @@
 """`crossdock plan` as it is typed, mistakes too."""
 
+import io
 import json
+import re
 import subprocess
 import sys
+from itertools import dropwhile, takewhile
 
 import pytest
 
@@ -16,6 +19,36 @@ def test_a_plan_is_printed(capsys):
     out, err = capsys.readouterr()
     assert out.index("Recommended") < out.index("Memory of one GPU") < out.index("Commands")
     assert "median error" in out and err == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def on_terminal(argv, columns, monkeypatch):
+    """The lines that a terminal of so many columns is given, without colours."""
+    with monkeypatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        patch.setattr(sys, "stdout", Terminal())
+        assert run(argv) == 0
+        return re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue()).splitlines()
+
+
+def test_commands_are_whole_in_a_narrow_terminal(monkeypatch):
+    wide, narrow = (
+        [line for line in lines if re.match("    .* --", line)]
+        for lines in (on_terminal(SMALL, columns, monkeypatch) for columns in (200, 50))
+    )
+    assert max(map(len, wide)) > 50 and narrow == wide
+
+
+def test_tables_fit_80_columns(monkeypatch):
+    argv = [*SMALL, "--simulate", "poisson:5:5", "--compare", "rebalancing"]
+    lines = on_terminal(argv, 80, monkeypatch)
+    assert not any("…" in line for line in lines)
+    _, *rows = takewhile(str.strip, dropwhile(lambda at: not at.startswith("Beside it"), lines))
+    assert rows and all(row.startswith("  ") for row in rows)
 
 
 def test_json_is_one_document():
@@ -84,13 +117,14 @@ def test_validation_is_printed(capsys):
         ([*SMALL, "--rate", "-1"], "--rate must be above 0"),
         ([*SMALL, "--rate", "100000"], "short by"),
         ([*SMALL, "--zipf", "nan"], "--zipf"),
+        ([*SMALL, "--ttft", "inf"], "--ttft must be a number up to"),
         ([*SMALL, "--plot", "plan.gif"], ".png"),
         ([*SMALL, "--kv-dtype", "int8"], "bf16 or fp8"),
         ([*SMALL, "--simulate", "poisson:fast"], "poisson:RATE"),
         ([*SMALL, "--compare", "ratio"], "--simulate"),
         ([*SMALL, "--lengths", "100"], "--explain"),
         ([*SMALL, "--explain", "--lengths", "many"], "lognormal"),
-        ([*SMALL, "--fabric", "string"], "infiniband-ndr"),
+        ([*SMALL, "--fabric", "string"], "error: --fabric: outer = 'string'; expected one of"),
         (["plan", "--from", "http://127.0.0.1:1"], "does not answer"),
         (["plan", "--from", "nonsense"], "does not answer"),
     ],
