@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 
 _BETWEEN_S = 2.0
+_STEADY_S = 10.0
 FILE_COLUMNS = 120
 """Of tables in a file or a pipe, which have no width of their own."""
 
@@ -57,6 +58,34 @@ class Output:
             return
         with self.notes.status("") as status:
             yield lambda what: status.update(escape(what))
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str, float, float | None], None]]:
+        """Takes what goes on, how far it is and of how much: a bar each in a terminal, else a line
+        now and then, so that the log of a long start shows that it goes on."""
+        if not self.notes.is_terminal:
+            said = time.monotonic()
+
+            def say(what: str, done: float, total: float | None) -> None:
+                nonlocal said
+                if total and (now := time.monotonic()) >= said + _STEADY_S:
+                    said = now
+                    self.notes.print(f"{what}: {done / total:.0%}", markup=False)
+
+            yield say
+            return
+        from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn
+
+        tasks: dict[str, TaskID] = {}
+        columns = (BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress("{task.description}", *columns, console=self.notes, transient=True) as bar:
+
+            def draw(what: str, done: float, total: float | None) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(escape(what), total=total)
+                bar.update(tasks[what], completed=done, total=total)
+
+            yield draw
 
     def error(self, message: str, code: int) -> None:
         print(f"crossdock: error: {message}", file=sys.stderr, flush=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -80,15 +79,8 @@ def run_plan(options: PlanOptions, observed: Observed | None, output: Output) ->
         raise ConfigError("--lengths goes with --explain, which shows what pages waste")
     if options.compare is not None and options.simulate is None:
         raise ConfigError("--compare goes with --simulate TRACE or poisson:RATE")
-    with _bar(output) as bar:
-        tasks: dict[str, Any] = {}
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
-
-        found = answer_question(question, on_progress=on_progress)
+    with output.progress() as tell:
+        found = answer_question(question, on_progress=tell)
     result = document(found)
     shown: list[RenderableType] = [render(found)]
     if observed is not None:
@@ -159,11 +151,10 @@ def _simulated(
     found: Answer, options: PlanOptions, output: Output
 ) -> tuple[dict[str, Any], RenderableType]:
     traffic = options.simulate or ""
-    with _bar(output) as bar:
-        task = bar.add_task("simulating", total=100)
+    with output.progress() as tell:
 
         def on_progress(share: float) -> None:
-            bar.update(task, completed=round(100 * share))
+            tell("simulating", share, 1.0)
 
         if traffic.startswith("day:"):
             day = simulate_day(found, Path(traffic.removeprefix("day:")), on_progress)
@@ -250,15 +241,3 @@ def _lines(title: str, lines: list[str]) -> RenderableType:
 
 def _spaced(parts: list[RenderableType]) -> list[RenderableType]:
     return [item for part in parts for item in (part, "")][:-1]
-
-
-def _bar(output: Output) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=output.notes,
-        transient=True,
-        disable=not output.notes.is_terminal,
-    )

@@ -1,8 +1,6 @@
-"""Starting an engine from the command line: the progress bar, and what came of it."""
+"""Starting an engine from the command line: its progress, and what came of it."""
 
 from typing import Any
-
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cli.output import Output
 from crossdock.core import EngineConfig, ModelSpec
@@ -12,25 +10,17 @@ GIB = 2**30
 
 
 def start_engine(config: EngineConfig, output: Output) -> EngineClient:
-    """A client whose ranks are ready. The bar counts the weights of all ranks together."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        console=output.notes,
-        transient=True,
-        disable=not output.notes.is_terminal,
-    )
+    """A client whose ranks are ready. Progress counts the weights of all ranks together."""
     done: dict[int, tuple[int, int]] = {}
-    with bar:
-        task = bar.add_task(f"loading {config.model}", total=None)
+    what = f"loading {config.model}"
+    with output.progress() as tell:
+        tell(what, 0, None)
 
         def on_progress(rank: int, loaded: int, total: int) -> None:
             done[rank] = (loaded, total)
             # Ranks that have said nothing yet will load about as much as those that have.
             expected = sum(t for _, t in done.values()) * config.ranks / len(done)
-            bar.update(task, completed=sum(n for n, _ in done.values()), total=expected)
+            tell(what, sum(n for n, _ in done.values()), expected)
 
         return launch(config, on_progress)
 
