@@ -1,9 +1,17 @@
 """Kernels run compiled where there is a CUDA device and in Triton's interpreter elsewhere."""
 
 import os
+from importlib.util import find_spec
 
 import pytest
 import torch
+
+if find_spec("hypothesis"):  # what runs on GPUs does without it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes, or drawing it, says how busy the machine is.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 # Read when a kernel is defined, so before any test module imports one.
 if not torch.cuda.is_available():

@@ -31,7 +31,7 @@ def test_tokens_take_experts_by_weight():
     """One of k: exactly in proportion to the weights."""
     weight_E = np.array([1.0, 2.0, 3.0, 4.0])
     load_E = draw_loads(weight_E, 40_000, 1, np.random.default_rng())
-    assert load_E == pytest.approx(weight_E * 4000, abs=450)  # over five standard deviations
+    assert load_E == pytest.approx(weight_E * 4000, abs=600)  # six standard deviations
 
 
 @pytest.mark.parametrize(("ratio", "most"), [(1.5, 41), (2.0, 49), (3.0, 54)])
@@ -40,8 +40,8 @@ def test_quota_at_64_ranks(ratio, most):
     load_LE = np.concatenate([made_load(64, 256, ratio, rng) for _ in range(5)])
     answer = POLICIES["quota"](Problem(load_LE, 64, 6))
     assert imbalance(load_LE, answer, 64).mean() <= 1.011
-    # Over four standard deviations: one load's scatter by 1.5.
-    assert (answer.slot_expert_LP >= 0).sum(axis=1).mean() - 256 <= most + 2
+    # Over five standard deviations: one load's scatter by 1.8.
+    assert (answer.slot_expert_LP >= 0).sum(axis=1).mean() - 256 <= most + 4
 
 
 def test_homes_stay_and_keep_tokens():

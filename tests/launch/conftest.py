@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,28 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def storyteller() -> Path:
     return STORYTELLER
+
+
+@pytest.fixture
+def idle_ticks():
+    """Of 10 ms, those that the busiest of some processes used in a second; a busy loop uses about
+    a hundred. Of five seconds the first with at most `most`: where many processes share a core the
+    end of a step may take its time."""
+
+    def used(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
+    def ticks(pids: list[int], most: int) -> int:
+        for _ in range(5):
+            before = [used(pid) for pid in pids]
+            time.sleep(1.0)
+            busiest = max(used(pid) - n for pid, n in zip(pids, before, strict=True))
+            if busiest <= most:
+                break
+        return busiest
+
+    return ticks
 
 
 def _run_ranks(

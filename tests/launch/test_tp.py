@@ -84,18 +84,9 @@ def test_stop_strings_end_a_request_on_all_ranks_of_its_group(llm: LLM, alone) -
     assert tokens_of(llm, PROMPTS) == list(alone.values())
 
 
-def test_idle_ranks_use_no_processor(llm: LLM) -> None:
-    import time
-
-    def ticks() -> list[int]:
-        fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
-        return [int(f[11]) + int(f[12]) for f in fields]
-
-    pids = llm.client.pids
+def test_idle_ranks_use_no_processor(llm: LLM, idle_ticks) -> None:
     tokens_of(llm, PROMPTS[:1])
-    before = ticks()
-    time.sleep(1.0)
-    assert max(b - a for a, b in zip(before, ticks(), strict=True)) <= 20
+    assert idle_ticks(llm.client.pids, 20) <= 20
 
 
 @pytest.mark.parametrize(
