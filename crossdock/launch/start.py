@@ -21,7 +21,7 @@ from crossdock.comm import (
     shm_bytes,
 )
 from crossdock.comm.world import COUNTS, GROUP, SHM
-from crossdock.core import EngineConfig, ModelSpec, check_tp
+from crossdock.core import EngineConfig, ModelSpec, UserError, check_tp
 from crossdock.core.ceilings import FP8, ceilings_of
 from crossdock.core.model_spec import DTYPE_BYTES
 from crossdock.core.recipes import find_recipe
@@ -85,12 +85,18 @@ def find_model(config: EngineConfig) -> Path:
     Raises:
         UserError: neither; says what to do.
     """
-    if config.load == "dummy":
-        if Path(config.model).suffix == ".json":
-            return Path(config.model)
+    path = Path(config.model)
+    if config.load == "dummy" and path.suffix == ".json":
+        return path
+    if len(path.parts) == 1 and not path.is_dir():
         shipped = find_recipe("models", config.model)
         if shipped is not None and shipped.suffix == ".json":
-            return shipped
+            if config.load == "dummy":
+                return shipped
+            raise UserError(
+                f"{config.model}: shipped as a config.json without weights; give a checkpoint's "
+                'directory or Hugging Face id, or load = "dummy" for random weights'
+            )
     return resolve_model(config.model, config.revision)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from crossdock import LLM, SamplingParams
-from crossdock.core import ConfigError, EngineConfig, parse_routing
+from crossdock.core import ConfigError, EngineConfig, UserError, parse_routing
 from crossdock.launch.start import find_model, find_tokenizer
 from crossdock.models.byte_tokenizer import ByteTokenizer
 from crossdock.models.detokenizer import Detokenizer
@@ -76,6 +76,8 @@ def test_shipped_configs_are_found_by_name():
     assert path.name == "qwen3-30b-a3b.json"
     tokenizer = find_tokenizer(EngineConfig(str(path), load="dummy"))
     assert tokenizer.decode(tokenizer.encode("hé")) == "hé"
+    with pytest.raises(UserError, match=r'without weights.*load = "dummy"'):
+        find_model(EngineConfig("DeepSeek-V3"))
 
 
 def test_what_cannot_be_is_refused(tiny):
