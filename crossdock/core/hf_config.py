@@ -94,11 +94,10 @@ def _architecture(config: Config) -> str:
 
 
 def _rope(config: Config, dim: int, interleaved: bool, default_theta: float = 10000.0) -> RopeSpec:
-    # transformers 5 writes rope_parameters; everything on the hub has rope_theta and rope_scaling.
-    new = table(config, "rope_parameters")
-    given = new.get("rope_theta", config.get("rope_theta"))
-    theta = default_theta if given is None else number({"rope_theta": given}, "rope_theta")
     scaling = _scaling(config)
+    places = (scaling, config, table(config, "rope_parameters"))
+    given = next((p for p in places if p.get("rope_theta") is not None), {})
+    theta = number(given, "rope_theta", default_theta)
     kind = _scaling_kind(scaling)
     if kind == "default":
         return RopeSpec(dim, theta, interleaved)
@@ -122,7 +121,9 @@ def _rope(config: Config, dim: int, interleaved: bool, default_theta: float = 10
 
 
 def _scaling(config: Config) -> Config:
-    return table(config, "rope_parameters") or table(config, "rope_scaling")
+    # transformers 5 writes rope_parameters; most on the hub have rope_theta and rope_scaling.
+    # With both the older one counts, as there: whoever stretches a model by hand adds that one.
+    return table(config, "rope_scaling") or table(config, "rope_parameters")
 
 
 def _scaling_kind(scaling: Config) -> Any:

@@ -214,6 +214,7 @@ OLMOE = {
     "torch_dtype": "bfloat16",
     "vocab_size": 50304,
 }
+YARN_BY_HAND = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 CONFIGS = {
     "v3": V3,
     "kimi": KIMI_K2,
@@ -318,6 +319,31 @@ def test_rope_as_transformers_5_writes_it():
     assert parse_config(OLMOE | plain).rope.theta == 5e5
 
 
+@pytest.mark.parametrize("theta", [{"rope_theta": 7e6}, {}], ids=["theta", "no theta"])
+@pytest.mark.parametrize("saved_anew", [True, False])
+def test_rope_scaling_by_hand_counts(saved_anew, theta):
+    """Also in a config that transformers 5 wrote, and with a theta of its own."""
+    config = QWEN3_30B | {
+        "rope_scaling": YARN_BY_HAND | theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 3e5} if saved_anew else None,
+    }
+    theirs = AutoConfig.for_model(**copy.deepcopy(config)).rope_parameters
+    spec = parse_config(config)
+    ours = spec.rope
+    assert (ours.kind, ours.theta, ours.factor, ours.original_max_position) == (
+        theirs["rope_type"], theirs["rope_theta"], theirs["factor"],
+        theirs["original_max_position_embeddings"],
+    )  # fmt: skip
+    assert spec.max_position == 131072
+
+
+def test_rope_scaling_beside_parameters_keeps_their_theta():
+    new = {k: v for k, v in QWEN3_30B.items() if k != "rope_theta"}
+    new |= {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}}
+    rope = parse_config(new | {"rope_scaling": YARN_BY_HAND}).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 3e5)
+
+
 @pytest.mark.parametrize(
     ("base", "keys"),
     [
@@ -340,7 +366,7 @@ def test_a_missing_key_means_what_it_means_to_transformers(base, keys):
 
 
 def test_yarn_added_to_a_model_stretches_its_positions():
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    scaling = YARN_BY_HAND
     spec = parse_config(QWEN3_30B | {"rope_scaling": scaling})
     assert (spec.max_position, spec.rope.original_max_position) == (131072, 32768)
     new = {k: v for k, v in QWEN3_30B.items() if k not in ("rope_theta", "rope_scaling")}
