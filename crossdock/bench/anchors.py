@@ -98,7 +98,11 @@ class Anchors:
             f"{_label(of)}, to readiness": float(min(of["seconds_to_ready"]))
             for of in self._matching("stored", *where)
         }
-        asked = [float(of["seconds_to_first_token"]) for of in self._matching("asked", *where)]
+        asked = [
+            float(of["seconds_to_first_token"])
+            for of in self._matching("asked", *where)
+            if "seconds_to_first_token" in of
+        ]
         return Figures(stored, asked[0] if asked else None)
 
     def _matching(

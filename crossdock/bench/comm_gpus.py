@@ -178,7 +178,7 @@ def _cases(run: GpuCommRun, timed: Timed) -> Iterator[Case]:
         wanted = wanted and not timed.case.per_expert and timed.case.pattern == "uniform"
         values = kinds.get("graph") or kinds["eager"]
         against = _against(timed, what) if who == OURS else {}
-        if wanted and key in figures.COMM_STORED:
+        if wanted and timed.case.ranks == 2 and key in figures.COMM_STORED:
             against[figures.DEEP_EP] = figures.COMM_STORED[key]
         yield case_of(
             what,
@@ -187,7 +187,7 @@ def _cases(run: GpuCommRun, timed: Timed) -> Iterator[Case]:
             "lower",
             {"variant": f"{who}, {describe(timed.case)}", **asdict(timed.case)},
             against=against,
-            target=figures.COMM_TARGETS.get(key) if wanted else None,
+            target=figures.comm_target(timed.case.ranks, key, wire) if wanted else None,
             more=_more(kinds, wire, percentile(values, 50), copy_us)
             | ({"programs": timed.programs} if who in (OURS, *OTHER_FORMS) else {}),
         )

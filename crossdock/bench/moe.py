@@ -173,7 +173,8 @@ def _cases(run: MoERun, layer: Layer, library: str) -> Iterator[Case]:
         "top_k": spec.top_k,
         "width": spec.intermediate_size,
     }
-    asked = figures.asked(run.device, shape) and spec.intermediate_size == 2048
+    sizes = (options.ranks, spec.intermediate_size)
+    asked = figures.asked(run.device, shape) and sizes == (2, 2048)
     kinds = layer.times[library]
     values = kinds.get("graph") or kinds["eager"]
     flops = 6 * max(layer.rows) * options.hidden * spec.intermediate_size

@@ -102,11 +102,21 @@ def test_rates_are_per_gpu_beside_what_was_asked_and_stored(on_two_gpus):
     assert cases_of(run, "device_memory")[0].median == 9e4
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_gpus_are_asked_for_nine_tenths_of_what_two_gave(on_two_gpus, ranks):
+    run = engine_run.run_engines(options(repeats=1, ranks=(ranks,)))
+    (prefill,), (_, many) = (cases_of(run, f"{name}_throughput") for name in ("input", "output"))
+    assert (prefill.target, many.target) == (87100, 10900)
+    assert not prefill.against and not many.against
+    (start,) = cases_of(run, "start_to_first_token")
+    assert start.target is None and not start.against
+
+
 @pytest.mark.parametrize(
     "changed",
     [
         {"model": "mixtral-8x7b"},
-        {"ranks": (4,)},
+        {"ranks": (3,)},
         {"settings": {"routing": "zipf:1"}},
         {"settings": {"layers": 3}},
         {"settings": {"quantize": "fp8"}},

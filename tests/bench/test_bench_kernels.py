@@ -72,6 +72,24 @@ def test_comm_report():
     assert document["copy_GBps"] == pytest.approx(copy_rate)
 
 
+def test_comm_targets_of_more_gpus():
+    def targets(ranks, **change):
+        case = CommCase(**{**FULL, "ranks": ranks, "tokens": 4096, "max_tokens": 4096, **change})
+        options = comm_gpus.GpuCommOptions(ranks, "cuda")
+        run = comm_gpus.GpuCommRun(options, f"{ranks} x NVIDIA H200", "none", (timed(case),))
+        cases = [c for c in comm_gpus.report(run, "cmd").cases if c.target is not None]
+        assert all(DEEP_EP not in c.against for c in cases)
+        return {c.name: c.target for c in cases}
+
+    assert targets(8) == {"combine": 850.0}
+    assert targets(8, fp8=True) == {"dispatch_to_rows": 430.0}
+    assert targets(8, tokens=128, max_tokens=128, fp8=True) == {"combine": 40.0}
+    sent, home = 4000 * 14336 / 282e3, 4000 * 7168 * 2 / 282e3  # us at 282 GB/s
+    assert targets(4) == pytest.approx({"dispatch_to_rows": sent, "combine": home})
+    assert targets(4, fp8=True) == pytest.approx({"dispatch_to_rows": sent})
+    assert not targets(4, tokens=128, max_tokens=128, fp8=True) and not targets(3)
+
+
 @pytest.mark.parametrize(
     "change", [{"hidden": 4096}, {"per_expert": True}, {"pattern": "one-rank"}]
 )

@@ -7,6 +7,7 @@ the collective one, and compares bit by bit; a difference ends the process with 
 import faulthandler
 import json
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from crossdock.kernels.combine import reduce_rows_torch
 from crossdock.kernels.dispatch import staging_torch
 from crossdock.kernels.rounding import quantise_blocks_torch
 from crossdock.kernels.segments import place_rows_torch
+from crossdock.kernels.signals import COUNT_BITS
 from crossdock.metrics import Recorder
 
 NAN = float("nan")
@@ -372,6 +374,30 @@ class Rank:
             for one in out:
                 assert torch.equal(one.float(), expected)
         exchange.check()
+
+    def lagging(self, case):
+        """The last rank takes its time and the others have no tokens, yet nobody dispatches again
+        before it combines, nor combines again before it dispatches: its memory is in use."""
+        _, nvlink = self.transports(case)
+        exchange, size, dtype = nvlink.exchange, case["size"], torch.float32
+        words = [
+            exchange._buffer.view(exchange.layout.counts(phase), (size,), torch.int64)
+            for phase in range(2)
+        ]
+        last = self.rank == size - 1
+        x, slots, weights = map(torch.from_numpy, make_step(np.random.default_rng(1), case, 2))
+        given = x[: 2 * last], slots[: 2 * last], weights[: 2 * last]
+        room = torch.empty(case["slots"], size * case["max_tokens"], case["hidden"], dtype=dtype)
+        for epoch in range(1, case["rounds"] + 1):
+            if last:
+                time.sleep(case["lag"])  # whoever does not wait goes on meanwhile
+                assert (words[1] == epoch - 1).all(), words
+            masked = exchange.dispatch_masked_fused(0, *given, room, None)
+            if last:
+                time.sleep(case["lag"])
+                assert (words[0] >> COUNT_BITS == epoch).all(), words
+            exchange.combine_masked_fused(0, room, masked, *given[1:])
+            exchange.check()
 
     def stalled(self, case):
         """The first rank never comes; the others must say so. The first: each names the lowest rank

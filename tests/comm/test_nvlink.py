@@ -116,6 +116,11 @@ def test_four_ranks(ranks):
     )
 
 
+def test_nobody_overtakes_a_third_rank(ranks):
+    case = {**BASE, "size": 3, "dtype": "float32", "do": "lagging", "rounds": 2, "lag": 0.5}
+    ranks(3, [case])
+
+
 def stalled(size, hidden, deadline):
     """A rank that does not come, to either phase, its halves apart or fused."""
     case = {**BASE, "size": size, "hidden": hidden, "dtype": "float32", "do": "stalled"}
