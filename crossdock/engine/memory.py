@@ -18,7 +18,11 @@ CPU_EXPERT_BYTES = GIB // 4
 
 def expert_workspace(config: EngineConfig, device: torch.device) -> int:
     """Bytes that the experts of a rank may hold at once."""
-    return CPU_EXPERT_BYTES if device.type == "cpu" else int(config.expert_workspace_gib * GIB)
+    if device.type == "cpu":
+        return CPU_EXPERT_BYTES
+    if config.expert_workspace_gib is not None:
+        return int(config.expert_workspace_gib * GIB)
+    return torch.cuda.get_device_properties(device).total_memory // 20
 
 
 _FP8_CAPABILITY = (8, 9)

@@ -100,15 +100,17 @@ class Rebalancer:
     def _plan(self, target: Placement) -> list[_Task]:
         now, S = self.placement, target.slots_per_rank
         by_layer: dict[int, list[Move]] = {}
-        for move in diff(now.slot_expert_LP, target.slot_expert_LP, now.num_ranks):
-            by_layer.setdefault(move.layer, []).append(move)
         tasks = []
         differ = (now.slot_expert_LP != target.slot_expert_LP).any(axis=1)
-        for layer in np.flatnonzero(differ).tolist():
-            try:
+        layers = np.flatnonzero(differ).tolist()
+        try:
+            for move in diff(now.slot_expert_LP, target.slot_expert_LP, now.num_ranks):
+                by_layer.setdefault(move.layer, []).append(move)
+            for layer in layers:
                 target.replicas(layer)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        for layer in layers:
             places: dict[int, int] = {}  # taken in the staging of each rank
             outgoing, arriving = [], []
             for move in by_layer.get(layer, ()):

@@ -249,19 +249,20 @@ class EngineClient:
 
         Raises:
             Busy: another move is under way.
+            ConfigError: it is no placement of these layers and slots.
             RankLost, CrossdockError: the engine is failed or closed, or did not end in time.
         """
         with self._changed:
             self._check_open()
-            message = self._moves.begin(slot_expert_LP, self._wave + 1)
+            message, result = self._moves.begin(slot_expert_LP, self._wave + 1)
             self._wave += 1
             self._cluster.broadcast(message)
-            self._changed.wait_for(lambda: self._over or not self._moves.under_way, timeout)
+            self._changed.wait_for(lambda: self._over or result.done(), timeout)
             self._check_open()
-            if self._moves.under_way:
+            if not result.done():
                 missing = self._moves.missing()
                 raise CrossdockError(f"ranks {missing} did not end a rebalance in {timeout:g} s")
-            return self._moves.result()
+            return result.result()
 
     # -- what the ranks say ----------------------------------------------------------------------
 

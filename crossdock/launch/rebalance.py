@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -68,14 +69,14 @@ class Balancer:
         self,
         mover: Mover,
         clock: Callable[[], float] = time.monotonic,
-        decide: Callable[[Question], Decision] = decide_elsewhere,
+        decide: Callable[[Question], Decision] | None = None,
     ):
         self.mover, self.config = mover, mover.config
         self.totals = Rebalances(mover.config.rebalance_threshold)
         self.history = History()
-        self._clock, self._decide = clock, decide
         self._one = threading.Lock()
         self._stop = threading.Event()
+        self._clock, self._decide = clock, decide or partial(decide_elsewhere, stop=self._stop)
         self._base: Reading | None = None
         self._last: Window | None = None
         self._unjudged: tuple[float, float] | None = None

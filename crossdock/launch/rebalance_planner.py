@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import asdict, fields
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -17,29 +20,42 @@ from crossdock.core import ConfigError, CrossdockError, EngineConfig, Placement,
 
 _NICE = 5
 _TIMEOUT_S = 600.0
+_LOOK_S = 0.2
+"""How often is looked whether a plan is still wanted."""
 
 
-def decide_elsewhere(question: Question) -> Decision:
-    """`control.decide`, in another process.
+def decide_elsewhere(question: Question, stop: Event) -> Decision:
+    """`control.decide`, in another process, which does not outlive `stop`.
 
     Raises:
         ConfigError: as there.
-        CrossdockError: that process failed.
+        CrossdockError: that process failed, or was stopped.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "crossdock.launch.rebalance_planner"],
-            input=encode(question),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise CrossdockError(f"no plan within {_TIMEOUT_S:.0f} s") from None
-    if done.returncode != 0:
-        raise CrossdockError(f"the planning process failed: {done.stderr[-500:].strip()}")
-    answer = json.loads(done.stdout)
+    given: str | None = encode(question)
+    end, said, wrong = time.monotonic() + _TIMEOUT_S, None, ""
+    with subprocess.Popen(
+        [sys.executable, "-m", "crossdock.launch.rebalance_planner"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            while said is None:
+                if stop.is_set():
+                    raise CrossdockError("the engine is closed")
+                if time.monotonic() > end:
+                    raise CrossdockError(f"no plan within {_TIMEOUT_S:.0f} s")
+                with suppress(subprocess.TimeoutExpired):
+                    said, wrong = process.communicate(given, _LOOK_S)
+                given = None  # it is on its way
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode != 0:
+        raise CrossdockError(f"the planning process failed: {wrong[-500:].strip()}")
+    answer = json.loads(said)
     if "refused" in answer:
         raise ConfigError(answer["refused"])
     plan = answer.pop("plan")

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from crossdock import __version__
-from crossdock.core import CrossdockError, ServerConfig
+from crossdock.core import CrossdockError, ServerConfig, UserError
 from crossdock.metrics import GatewayMetrics
 from crossdock.metrics.exposition import CONTENT_TYPE
 from crossdock.server.answer import Answer
@@ -211,6 +211,9 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:
+    word, why = _service(request).status()
+    if why is not None and not isinstance(error, UserError):  # the engine has ended for a reason
+        return _answer(request, ApiError(503, why, code=word, headers={"Retry-After": "5"}))
     return _answer(request, from_engine(error))
 
 

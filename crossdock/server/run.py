@@ -66,7 +66,7 @@ def run_server(
 
     `engine` may be a function that starts one: it runs in a thread while /health answers 503, and
     what it raises is raised here. `on_ready` gets the server's URL, in that thread, once requests
-    are served. The engine is the caller's to close, also if it was still starting.
+    are served. The engine is closed at the end; one that was still starting is the caller's.
     """
     listener = sock if sock is not None else claim_port(config.host, config.port)
     start = engine if callable(engine) else lambda: engine
@@ -136,6 +136,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         threading.Thread(target=self._on_startup, name="engine-start", daemon=True).start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.service.client is not None:
+            # Threads that wait for it, as for a move of experts, would hold up the end.
+            threading.Thread(target=self.service.client.close, name="engine-close").start()
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         await super().on_tick(counter)

@@ -189,6 +189,9 @@ def test_what_cannot_be_moved_to_is_refused():
     lost[1][lost[1] == 2] = 3
     with pytest.raises(ConfigError, match="layer 1: expert 2 has no slot"):
         mover.begin(1, lost)
+    lost[1][0] = now.max() + 1
+    with pytest.raises(ConfigError, match=f"layer 1: no slot holds expert {now.max() + 1} now"):
+        mover.begin(1, lost)
     with pytest.raises(ConfigError, match="experts to one rank, the staging holds 1"):
         mover.begin(1, np.roll(now, SLOTS, axis=1))
     assert not mover.busy

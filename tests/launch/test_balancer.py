@@ -1,6 +1,7 @@
 """What rebalances record, on a scripted engine; and that a real one balances itself."""
 
 import logging
+import subprocess
 import threading
 from dataclasses import replace
 
@@ -47,11 +48,11 @@ class FakeMover:
 
     def succeed(self, slot_expert_LP):
         moves = Moves(self.placement)
-        message = moves.begin(slot_expert_LP, 1)
+        message, result = moves.begin(slot_expert_LP, 1)
         for rank in range(2):
             moves.ended(Rebalanced(rank, message.epoch, 2, 500 * rank, 0.25))
         self.placement = moves.placement
-        return moves.result()
+        return result.result(0)
 
 
 def balancer(mover):
@@ -172,7 +173,7 @@ def test_a_placement_is_taken_over_as_far_as_it_got():
     target = now.slot_expert_LP.copy()
     target[[0, 2]] = target[[0, 2]][:, ::-1]
     moves = Moves(now)
-    moves.begin(target, 1)
+    _, ending = moves.begin(target, 1)
     with pytest.raises(Busy):
         moves.begin(target, 2)
     moves.ended(Rebalanced(1, 1, 1, 7, 0.1, "broken"))
@@ -181,10 +182,27 @@ def test_a_placement_is_taken_over_as_far_as_it_got():
     assert not moves.under_way
     assert np.array_equal(moves.placement.slot_expert_LP[0], target[0])
     assert np.array_equal(moves.placement.slot_expert_LP[1:], now.slot_expert_LP[1:])
-    result = moves.result()
+    moves.begin(target, 2)  # by somebody else, before the first has looked
+    result = ending.result(0)
     assert (result.error, result.layers, result.moved_bytes, result.seconds) == (
         "broken", 1, 12, 0.2,
     )  # fmt: skip
+
+
+def test_what_is_no_placement_begins_no_move():
+    now = linear_placement(3, 6, 2)
+    moves, slots_LP = Moves(now), now.slot_expert_LP
+    for wrong in (slots_LP[0], slots_LP[:2], slots_LP[None], slots_LP + 0.5):
+        with pytest.raises(ConfigError, match=r"expected \(layers, slots\) = \(3, 6\), integers"):
+            moves.begin(wrong, 1)
+    assert not moves.under_way
+    target = slots_LP[:, ::-1].copy()
+    message, _ = moves.begin(target, 1)
+    want = target.copy()
+    target[:] = 0  # the caller's own by now
+    for rank in range(2):
+        moves.ended(Rebalanced(rank, message.epoch, 3, 1, 0.1))
+    assert np.array_equal(moves.placement.slot_expert_LP, want)
 
 
 def test_another_process_decides_alike():
@@ -195,7 +213,7 @@ def test_another_process_decides_alike():
         question = Question(
             window, mover.placement, mover.config, History(), 1000, mover.now, policy, 2.5
         )
-        here, there = decide(question), decide_elsewhere(question)
+        here, there = decide(question), decide_elsewhere(question, threading.Event())
         assert here.move is there.move is True and here.why == there.why
         assert np.array_equal(here.plan.slot_expert_LP, there.plan.slot_expert_LP)
         for name in (
@@ -213,10 +231,27 @@ def test_another_process_decides_alike():
     assert again.window.sizes_N == window.sizes_N and again.read_rows == 2.5
     assert again.placement.slot_expert_LP.dtype == np.int64
     late = replace(question, policy=None, history=History(moved_at=mover.now))
-    answer = decide_elsewhere(late)
+    answer = decide_elsewhere(late, threading.Event())
     assert (answer.move, answer.why, answer.plan) == (False, decide(late).why, None)
     with pytest.raises(ConfigError, match="policy 'best'"):
-        decide_elsewhere(replace(question, policy="best"))
+        decide_elsewhere(replace(question, policy="best"), threading.Event())
+
+
+def test_a_closed_engine_leaves_no_planning_process(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def start(*args, **kwargs):
+        started.append(popen(*args, **kwargs))
+        made.close()
+        return started[-1]
+
+    mover = FakeMover()
+    made = Balancer(mover, lambda: mover.now)
+    made.begin_window()
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(CrossdockError, match="closed"):
+        made.rebalance()
+    assert [process.poll() for process in started] == [-9]
 
 
 def test_a_recording_of_windows():

@@ -1,6 +1,9 @@
 """Experts change their slots under requests; tokens and logits do not."""
 
+import pytest
+
 from crossdock import LLM
+from crossdock.core import ConfigError
 from crossdock.launch.rebalance_check import Proof, compare, prove
 
 
@@ -34,6 +37,9 @@ def test_an_engine_without_says_so(storyteller):
         result = llm.client.rebalance(llm.client.placement.slot_expert_LP, 60)
         assert 'rebalance = "off"' in result.error
     with LLM(str(storyteller), ranks=1, rebalance="manual") as other:
-        result = other.client.rebalance(other.client.placement.slot_expert_LP[:, :5], 60)
-        assert "expected (layers, slots) = (4, 32)" in result.error
+        now_LP = other.client.placement.slot_expert_LP
+        with pytest.raises(ConfigError, match=r"expected \(layers, slots\) = \(4, 32\)"):
+            other.client.rebalance(now_LP[:, :5], 60)
+        result = other.client.rebalance(now_LP + 1, 60)
+        assert "no slot holds expert 32 now" in result.error
         assert other.generate("Once upon a time")  # and goes on

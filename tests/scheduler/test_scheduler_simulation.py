@@ -50,12 +50,14 @@ class Machine:
     inflight: deque = field(default_factory=deque)
     restarts: int = 0
 
-    def step(self, replan):
+    def step(self, replan, news=lambda: None):
+        """`news`: what a group's ranks hear of in the lockstep, between plan and advance."""
         s = self.scheduler
         plan = s.plan()
         if replan:
             plan = s.plan()
         self.check(plan)
+        news()
         s.advance(plan)
         self.inflight.append((plan, self.run(plan)))
         while len(self.inflight) > self.lag:
@@ -174,7 +176,8 @@ def test_answers_do_not_depend_on_the_schedule(
         if len(r.prompt_ids) + len(r.emitted) < max_length
     ]
     arriving, aborted, steps = deque(requests), set(), 0
-    while s.has_work or arriving or machine.inflight:
+
+    def news():
         for _ in range(rng.choice((0, 0, 1, 4))):
             if arriving:
                 s.add(arriving.popleft())
@@ -182,8 +185,11 @@ def test_answers_do_not_depend_on_the_schedule(
             name = rng.choice(requests).id
             if s.abort(name):
                 aborted.add(name)
+
+    while s.has_work or arriving or machine.inflight:
+        news()
         if s.has_work or not machine.inflight:
-            machine.step(replan=rng.random() < 0.2)
+            machine.step(rng.random() < 0.2, news)
         else:
             machine.observe()
         steps += 1

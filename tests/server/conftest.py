@@ -168,6 +168,7 @@ class FakeClient:
     recording: FakeRecording = field(default_factory=FakeRecording)
     balancer: FakeBalancer = field(default_factory=FakeBalancer)
     traces: FakeTraces = field(default_factory=FakeTraces)
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.config, self.spec = EngineConfig(model="m", ranks=2), SPEC
@@ -206,6 +207,9 @@ class FakeClient:
 
     def snapshots(self) -> list[Snapshot]:
         return self.snapshot_list
+
+    def close(self) -> None:
+        self.closed.set()
 
     def num_open(self) -> int:
         scripts = [script for _, scripts in list(self._open.values()) for script in scripts]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from crossdock.core import UserError
+from crossdock.core import CrossdockError, UserError
 from crossdock.server import claim_port, run_server
 
 SLOW = {"prompt": "abc", "max_tokens": 5, "stream": True}
@@ -124,6 +124,30 @@ def test_a_trace_does_not_hold_up_the_end(serve, fakes):
         asking.join(60)
         server.thread.join(60)
         assert codes == [409] and server.server.exit_code == 0
+
+
+def test_a_move_of_experts_does_not_hold_up_the_end(serve, fakes):
+    client, begun, codes = fakes.Client(), threading.Event(), []
+
+    def move(policy):
+        begun.set()
+        assert client.closed.wait(60)
+        raise CrossdockError("the engine is closed")
+
+    client.balancer.act = move
+    with serve(client) as server:
+
+        def ask():
+            answer = server.http.post("/v1/experts/rebalance", json={})
+            codes.append((answer.status_code, answer.json()["error"]["code"]))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert begun.wait(60)
+        server.server.drain(60)
+        asking.join(60)
+        server.thread.join(60)
+        assert codes == [(503, "draining")] and server.server.exit_code == 0
 
 
 def test_what_is_loaded_is_left_out_of_garbage_collection(serve, fakes, monkeypatch):
