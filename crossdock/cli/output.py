@@ -46,15 +46,7 @@ class Output:
         """Says what goes on now: in one changing line of a terminal, else in a line each, of those
         that come too fast the first."""
         if not self.notes.is_terminal:
-            said = -_BETWEEN_S
-
-            def say(what: str) -> None:
-                nonlocal said
-                if (now := time.monotonic()) >= said + _BETWEEN_S:
-                    said = now
-                    self.notes.print(what, markup=False)
-
-            yield say
+            yield self._line_every(_BETWEEN_S, -_BETWEEN_S)
             return
         with self.notes.status("") as status:
             yield lambda what: status.update(escape(what))
@@ -64,15 +56,8 @@ class Output:
         """Takes what goes on, how far it is and of how much: a bar each in a terminal, else a line
         now and then, so that the log of a long start shows that it goes on."""
         if not self.notes.is_terminal:
-            said = time.monotonic()
-
-            def say(what: str, done: float, total: float | None) -> None:
-                nonlocal said
-                if total and (now := time.monotonic()) >= said + _STEADY_S:
-                    said = now
-                    self.notes.print(f"{what}: {done / total:.0%}", markup=False)
-
-            yield say
+            say = self._line_every(_STEADY_S, time.monotonic())
+            yield lambda what, done, total: say(f"{what}: {done / total:.0%}") if total else None
             return
         from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn
 
@@ -86,6 +71,17 @@ class Output:
                 bar.update(tasks[what], completed=done, total=total)
 
             yield draw
+
+    def _line_every(self, seconds: float, said: float) -> Callable[[str], None]:
+        """`said`: when the line before was."""
+
+        def say(what: str) -> None:
+            nonlocal said
+            if (now := time.monotonic()) >= said + seconds:
+                said = now
+                self.notes.print(what, markup=False)
+
+        return say
 
     def error(self, message: str, code: int) -> None:
         print(f"crossdock: error: {message}", file=sys.stderr, flush=True)

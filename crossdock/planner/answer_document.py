@@ -227,12 +227,12 @@ def largest_part(point: Point) -> tuple[str, float]:
 
 
 def rate_text(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+    return number_text(rate, 4)
 
 
-def number_text(value: float) -> str:
-    """Three digits that count: what is small must not look like nothing."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def number_text(value: float, digits: int = 3) -> str:
+    """Digits that count: what is small must not look like nothing."""
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def usd_text(value: float) -> str:

@@ -103,8 +103,21 @@ def test_what_is_cut_before_its_first_token_is_answered_as_new_requests_are(serv
         assert server.server.exit_code == 0
 
 
+def answer_at_the_end(server, path, begun):
+    """Of a server that is told to end once the engine does what is asked there, and ends well."""
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(server.http.post(path, json={})))
+    asking.start()
+    assert begun.wait(60)
+    server.server.drain(60)
+    asking.join(60)
+    server.thread.join(60)
+    assert server.server.exit_code == 0
+    return answers[0]
+
+
 def test_a_trace_does_not_hold_up_the_end(serve, fakes):
-    client, begun, codes = fakes.Client(), threading.Event(), []
+    client, begun = fakes.Client(), threading.Event()
 
     def wait_for_steps(steps, timeout):
         begun.set()
@@ -113,21 +126,11 @@ def test_a_trace_does_not_hold_up_the_end(serve, fakes):
 
     client.traces.act = wait_for_steps
     with serve(client) as server:
-
-        def ask():
-            codes.append(server.http.post("/v1/trace", json={}).status_code)
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert begun.wait(60)
-        server.server.drain(60)
-        asking.join(60)
-        server.thread.join(60)
-        assert codes == [409] and server.server.exit_code == 0
+        assert answer_at_the_end(server, "/v1/trace", begun).status_code == 409
 
 
 def test_a_move_of_experts_does_not_hold_up_the_end(serve, fakes):
-    client, begun, codes = fakes.Client(), threading.Event(), []
+    client, begun = fakes.Client(), threading.Event()
 
     def move(policy):
         begun.set()
@@ -136,18 +139,8 @@ def test_a_move_of_experts_does_not_hold_up_the_end(serve, fakes):
 
     client.balancer.act = move
     with serve(client) as server:
-
-        def ask():
-            answer = server.http.post("/v1/experts/rebalance", json={})
-            codes.append((answer.status_code, answer.json()["error"]["code"]))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert begun.wait(60)
-        server.server.drain(60)
-        asking.join(60)
-        server.thread.join(60)
-        assert codes == [(503, "draining")] and server.server.exit_code == 0
+        answer = answer_at_the_end(server, "/v1/experts/rebalance", begun)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
 
 
 def test_what_is_loaded_is_left_out_of_garbage_collection(serve, fakes, monkeypatch):
