@@ -120,7 +120,8 @@ class Sampler:
             x_BV.masked_fill_(~mask, -math.inf)
         if banned:
             rows, ids = self._tensor(banned, torch.int64).unbind(1)
-            x_BV[rows, ids] = -math.inf
+            # A scalar of the host would be copied over, and waited for.
+            x_BV[rows, ids] = x_BV.new_full((), -math.inf)
         if biased:
             rows, ids = self._tensor([b[:2] for b in biased], torch.int64).unbind(1)
             bias = self._tensor([b[2] for b in biased], torch.float32)

@@ -48,7 +48,8 @@ def cast_rows(x, dtype: tl.constexpr, INTERPRET: tl.constexpr):
 def quantise_blocks(x, INTERPRET: tl.constexpr):
     """fp32 [G, 128] as `(E4M3 [G, 128], fp32 scale [G])`; value = E4M3 * scale. NaN stays NaN: a
     row that is broken must not look as if it were none."""
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-10)
+    amax = tl.max(tl.abs(x), axis=1)
+    amax = tl.where(amax > 1e-10, amax, 1e-10)  # also for a block of NaN alone
     scaled = x * tl.div_rn(tl.full(amax.shape, 448.0, tl.float32), amax)[:, None]
     scaled = tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL)
     scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)

@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, fields
+from tempfile import TemporaryFile
 from threading import Event
 from typing import Any
 
@@ -31,16 +32,19 @@ def decide_elsewhere(question: Question, stop: Event) -> Decision:
         ConfigError: as there.
         CrossdockError: that process failed, or was stopped.
     """
-    given: str | None = encode(question)
     end, said, wrong = time.monotonic() + _TIMEOUT_S, None, ""
-    with subprocess.Popen(
-        [sys.executable, "-m", "crossdock.launch.rebalance_planner"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    ) as process:
+    with TemporaryFile("w+") as asked:  # a pipe's rest would be lost when `communicate` looks up
+        asked.write(encode(question))
+        asked.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "crossdock.launch.rebalance_planner"],
+            stdin=asked,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+    with process:
         try:
             while said is None:
                 if stop.is_set():
@@ -48,8 +52,7 @@ def decide_elsewhere(question: Question, stop: Event) -> Decision:
                 if time.monotonic() > end:
                     raise CrossdockError(f"no plan within {_TIMEOUT_S:.0f} s")
                 with suppress(subprocess.TimeoutExpired):
-                    said, wrong = process.communicate(given, _LOOK_S)
-                given = None  # it is on its way
+                    said, wrong = process.communicate(timeout=_LOOK_S)
         except BaseException:
             process.kill()
             raise

@@ -19,7 +19,6 @@ from crossdock.comm import build_world
 from crossdock.core import EngineConfig, Plan, Request, SamplingParams, Scheduled
 from crossdock.core.batch import GraphSize
 from crossdock.engine import build_engine, read_spec
-from crossdock.engine.overlap import even_cut
 from crossdock.engine.runner import How
 from crossdock.launch.start import find_model, resolve
 
@@ -76,14 +75,9 @@ def compare(engine, rank: int) -> list:
         size = graphs.fit(need, most)
         assert isinstance(size, GraphSize)
         with torch.inference_mode():
-            whole_BV = eager(runner, plan, How(most, "off"))
+            want_BV = eager(runner, plan, How(most, "off"))
             modes = ("off", "sbo", "tbo") if size.halves else ("off", "sbo")
             for mode in modes:
-                want_BV = whole_BV
-                if mode == "tbo" and runner.model.attention.name == "flashinfer":
-                    # Halves have other kernels there, and what rounds otherwise may go to other
-                    # experts, of random weights.
-                    want_BV = eager(runner, plan, in_halves(plan, world))
                 graphs.capture(size, mode)
                 for again in range(2):
                     graphs.logits_BV.fill_(float("nan"))
@@ -100,12 +94,6 @@ def compare(engine, rank: int) -> list:
 
 def eager(runner, plan: Plan, how: How) -> torch.Tensor:
     return runner.model.logits(runner.hidden(plan, how))
-
-
-def in_halves(plan: Plan, world) -> How:
-    cut = even_cut([len(item.tokens) for item in plan.items])
-    halves = world.lockstep.exchange((cut, plan.num_tokens - cut))
-    return How(max(max(row) for row in halves), "tbo", cut)
 
 
 def scheduled(text, sequence: int, start: int, count: int) -> Scheduled:

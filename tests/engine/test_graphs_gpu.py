@@ -38,13 +38,15 @@ SETTINGS = {
             {"model": "qwen3-30b-a3b", "layers": 2, "kv_cache_dtype": "fp8"}, id="fp8-cache"
         ),
         pytest.param(
-            {"model": "every-lite", "layers": 3, "kv_cache_dtype": "fp8"}, id="fp8-cache-mla"
+            {"model": "every-deepseek-v2-lite", "layers": 3, "kv_cache_dtype": "fp8"},
+            id="fp8-cache-mla",
         ),
         pytest.param(
-            {"model": "qwen3-30b-a3b", "layers": 2, "attention": "flashinfer"}, id="flashinfer"
+            {"model": "every-qwen3-30b-a3b", "layers": 2, "attention": "flashinfer"},
+            id="flashinfer",
         ),
         pytest.param(
-            {"model": "deepseek-v2-lite", "layers": 3, "attention": "flashinfer"},
+            {"model": "every-deepseek-v2-lite", "layers": 3, "attention": "flashinfer"},
             id="flashinfer-mla",
         ),
     ],
@@ -54,8 +56,8 @@ def test_replayed_steps_give_the_logits_of_eager_ones(tmp_path, model, ranks, tp
         pytest.skip(f"needs {ranks} GPUs")
     if model.get("attention") == "flashinfer":
         pytest.importorskip("flashinfer", reason="needs FlashInfer")
-    if model["model"] == "every-lite":
-        model = {**model, "model": str(every_expert(tmp_path / "every-lite.json"))}
+    if model["model"].startswith("every-"):
+        model = {**model, "model": str(every_expert(model["model"], tmp_path))}
     job = {
         "ranks": ranks,
         "store": str(tmp_path / "store"),
@@ -87,9 +89,11 @@ def test_replayed_steps_give_the_logits_of_eager_ones(tmp_path, model, ranks, tp
     assert not {at: error for at, error in errors.items() if error >= 0.02}, errors
 
 
-def every_expert(path):
-    """DeepSeek-V2-Lite with 8 experts that all tokens go to: a code of the cache that rounds
-    otherwise would send some to other experts, of random weights."""
-    config = json.loads((recipes_dir() / "models" / "deepseek-v2-lite.json").read_text())
-    path.write_text(json.dumps({**config, "n_routed_experts": 8, "num_experts_per_tok": 8}))
+def every_expert(name, folder):
+    """The model `every-<name>`: <name> with 8 experts that all tokens go to. What rounds otherwise,
+    a code of the cache or another kernel, would send some to other experts, of random weights."""
+    config = json.loads((recipes_dir() / "models" / f"{name[6:]}.json").read_text())
+    experts = {key: 8 for key in ("n_routed_experts", "num_experts") if key in config}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**config, **experts, "num_experts_per_tok": 8}))
     return path

@@ -13,6 +13,7 @@ from crossdock.balance import linear_placement, parse_loads
 from crossdock.control import History, Question, Reading, Window, decide
 from crossdock.core import Busy, ConfigError, CrossdockError, EngineConfig
 from crossdock.core.messages import Rebalanced
+from crossdock.launch import rebalance_planner
 from crossdock.launch.rebalance import Balancer
 from crossdock.launch.rebalance_loads import LoadRecording
 from crossdock.launch.rebalance_planner import decide_elsewhere, decode, encode
@@ -235,6 +236,19 @@ def test_another_process_decides_alike():
     assert (answer.move, answer.why, answer.plan) == (False, decide(late).why, None)
     with pytest.raises(ConfigError, match="policy 'best'"):
         decide_elsewhere(replace(question, policy="best"), threading.Event())
+
+
+def test_another_process_reads_all_that_a_large_model_asks(monkeypatch):
+    monkeypatch.setattr(rebalance_planner, "_LOOK_S", 0.001)
+    monkeypatch.setattr(rebalance_planner, "_TIMEOUT_S", 60.0)
+    mover, placement = FakeMover(), linear_placement(58, 256, 2)
+    load_LE = np.random.default_rng().integers(1, 10**6, (58, 256))
+    window = Window.between(mover.reading(), mover.reading())
+    window = replace(window, load_LE=load_LE, rank_LR=load_LE.reshape(58, 2, 128).sum(axis=2))
+    question = Question(window, placement, mover.config, History(), 1000, 2.0, "eplb", 2.5)
+    assert len(encode(question)) > 1 << 17  # more than a pipe holds
+    there = decide_elsewhere(question, threading.Event())
+    assert np.array_equal(there.plan.slot_expert_LP, decide(question).plan.slot_expert_LP)
 
 
 def test_a_closed_engine_leaves_no_planning_process(monkeypatch):
