@@ -146,9 +146,10 @@ def _run(part: Part, limit: float, out: Path) -> Outcome:
             said = process.communicate(timeout=limit)[1].strip().splitlines()
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the children that run its engines
-            process.communicate()
+            said = process.communicate()[1].strip().splitlines()
             time.sleep(SETTLE_S)
-            return Outcome(part, limit, None, f"did not end within its {limit:.0f} s")
+            why = f"did not end within its {limit:.0f} s; it last said: {(said or ['nothing'])[-1]}"
+            return Outcome(part, limit, None, why)
     seconds = time.monotonic() - begin
     if not out.exists():
         why = said[-1] if said else f"exit code {process.returncode}"

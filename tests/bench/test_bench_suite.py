@@ -35,7 +35,9 @@ def test_parts_that_fail_or_take_too_long_are_named(tmp_path, monkeypatch):
         'open(out, \'w\').write(\'{"cases": [], "command": "c", "device": "d"}\')\n'
     )
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec /usr/bin/env python3 {stand_in} "$@"\n')
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\necho "round 1" >&2\nexec /usr/bin/env python3 {stand_in} "$@"\n'
+    )
     (tmp_path / "python").chmod(0o755)
     parts = [
         suite.Part("good", ("good",), 1.0, "max_num_seqs = 3\n"),
@@ -46,7 +48,7 @@ def test_parts_that_fail_or_take_too_long_are_named(tmp_path, monkeypatch):
     found = suite.document(outcomes, "crossdock bench suite")
     assert list(found["parts"]) == ["good"]
     assert found["missing"]["bad"] == "no such thing"
-    assert "did not end within" in found["missing"]["slow"]
+    assert found["missing"]["slow"] == "did not end within its 2 s; it last said: round 1"
     assert (tmp_path / "out" / "good.toml").read_text() == "max_num_seqs = 3\n"
 
 
