@@ -2,6 +2,7 @@
 
 import sys
 import time
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Annotated, Any
 
@@ -30,8 +31,13 @@ def generate(
         str | None, typer.Option(help="Text to continue. [default: read from stdin]")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="At most so many new tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
-    top_p: Annotated[float, typer.Option(help="Share of probability to choose from.")] = 0.95,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token. [default: the model's own]")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Share of probability to choose from. [default: the model's own]"),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     ranks: Ranks = None,
     tp: TP = None,
@@ -47,7 +53,9 @@ def generate(
     from crossdock.cli.starting import start_engine
 
     output = output_of(ctx)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    said: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
+    given = {name: value for name, value in said.items() if value is not None}
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **given)
     engine, _ = gather(
         config,
         model=model,
@@ -62,6 +70,7 @@ def generate(
     text = _prompt(prompt)
     client = start_engine(engine, output)
     try:
+        params = replace(params, **{**client.sampling_defaults, **given})
         document = _run(client, text, params, output)
     finally:
         client.close()

@@ -46,6 +46,7 @@ def describe(client: EngineClient) -> dict[str, Any]:
         "experts": spec.moe.num_experts,
         "slots": sum(slots),
         "max_model_len": client.max_model_len,
+        "sampling_defaults": client.sampling_defaults,
         "transport": client.info[0]["transport"],
         "attention": client.info[0]["attention"],
         "kv_dtype": client.info[0]["kv_dtype"],
@@ -86,6 +87,9 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
         lines.append(f"tp         {padding_line(facts['tp_padding'])}")
     if facts["gpu_activity"] is not None:
         lines.append(f"gpu use    {activity_line(facts)}")
+    if facts["sampling_defaults"]:
+        own = ", ".join(f"{name} {value:g}" for name, value in facts["sampling_defaults"].items())
+        lines.append(f"sampling   {own} (generation_config.json), where a request names none")
     if facts["altering"]:
         said = ", ".join(f"{name} {value:g}" for name, value in facts["altering"].items())
         lines.append(f"answers    depend on what else is served: {said}")

@@ -104,6 +104,9 @@ class EngineConfig:
     """auto: as activations. fp8: E4M3 with a scale per token and head (MLA: per latent and per
     rotated key), about half the bytes; see docs/quantization.md for what it costs."""
     prefix_caching: bool = True
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """Of temperature, top_p, top_k, min_p and repetition_penalty, where a request names none: those
+    of the checkpoint's generation_config.json, or 1, 1, 0, 0 and 1."""
     deadline_s: float = 60.0
     """How long a rank waits for another before it is called lost."""
     hardware: str | None = None

@@ -62,6 +62,7 @@ class EngineClient:
     ):
         self.spec, self.config = spec, config
         self.max_model_len, self.model_name = max_model_len, model_name
+        self.sampling_defaults: dict[str, Any] = {}
         self.info: list[dict[str, Any]] = [{} for _ in range(config.ranks)]
         self.failure: str | None = None
         self.on_failure: Callable[[str], None] = lambda message: None

@@ -91,7 +91,7 @@ class LLM:
 
         Args:
             prompts: a text, token ids, or a list of either.
-            params: one for all, or one per prompt.
+            params: one for all, or one per prompt; None: the model's own (`sampling_defaults`).
 
         Raises:
             RequestError: a prompt or a parameter is invalid; none of them is left running.
@@ -99,7 +99,7 @@ class LLM:
         """
         items = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
-            every = [params or SamplingParams()] * len(items)
+            every = [params or SamplingParams(**self.client.sampling_defaults)] * len(items)
         else:
             every = list(params)
         if len(every) != len(items):

@@ -37,6 +37,7 @@ from crossdock.engine.group import exchanged_bytes
 from crossdock.engine.quantize import asks_for_fp8, runs_in_fp8, why_not_fp8, wire_hidden
 from crossdock.launch.client import EngineClient, OnProgress
 from crossdock.models.byte_tokenizer import ByteTokenizer
+from crossdock.models.generation_config import sampling_defaults
 from crossdock.models.hub import resolve_model
 from crossdock.models.tokenizer import Tokenizer, holds_tokenizer, load_tokenizer
 
@@ -71,6 +72,8 @@ def launch(config: EngineConfig, on_progress: OnProgress | None = None) -> Engin
             memory.close_fd()
     try:
         client.tokenizer = find_tokenizer(config)
+        if config.sampling_defaults == "model":
+            client.sampling_defaults = sampling_defaults(model_dir)
         client.wait_ready(_SILENCE_S, Board(0, config.ranks, memories[SHM]))
     except BaseException:
         client.close()

@@ -95,7 +95,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is not None:
         ids = await encode(client.tokenizer, body.prompt, body.add_special_tokens)
     else:
-        ids = await render(client.tokenizer, body.messages or [])
+        ids = await render(client.tokenizer, body.messages or [], body.chat_template_kwargs)
     return JSON({"count": len(ids), "max_model_len": client.max_model_len, "tokens": list(ids)})
 
 

@@ -1,6 +1,6 @@
 """What the server asks of an engine. It knows neither processes nor ranks' messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from crossdock.core import EngineConfig, ModelSpec, SamplingParams
@@ -51,8 +51,10 @@ class Tokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]: ...
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> list[int]:
+        """`kwargs` go to the template."""
+        ...
 
 
 class Plan(Protocol):
@@ -125,6 +127,11 @@ class EngineClient(Protocol):
     def config(self) -> EngineConfig: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """By name, for requests that say nothing of them."""
+        ...
+
     @property
     def max_model_len(self) -> int: ...
     @property

@@ -1,7 +1,7 @@
 """From a request's body to token ids and sampling parameters, or a refusal that names the field."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ class Job:
 
 
 async def completion_job(body: CompletionBody, client: EngineClient, service: Service) -> Job:
-    params = _sampling(body, body.max_tokens, body.logprobs)
+    params = _sampling(body, client, body.max_tokens, body.logprobs)
     texts_or_ids = _prompts(body.prompt)
     service.check_room(len(texts_or_ids), params.n, client)
     prompts = []
@@ -55,9 +55,9 @@ async def chat_job(body: ChatBody, client: EngineClient, service: Service) -> Jo
     field = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     renamed = {"max_tokens": field, "logprobs": "top_logprobs"}
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = _sampling(body, limit, logprobs, renamed)
+    params = _sampling(body, client, limit, logprobs, renamed)
     service.check_room(1, params.n, client)
-    ids = await render(client.tokenizer, body.messages)
+    ids = await render(client.tokenizer, body.messages, body.chat_template_kwargs)
     prompt = _fit(ids, params, client, "messages", field, client.max_model_len)
     return Job(True, (prompt,), body.stream, _usage(body))
 
@@ -68,10 +68,13 @@ async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = Tru
     return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
 
 
-async def render(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+async def render(
+    tokenizer: Tokenizer, messages: Sequence[Message], switches: Mapping[str, Any]
+) -> list[int]:
+    """`switches`: variables of the template's own, as `enable_thinking`."""
     rendered = [message.to_template() for message in messages]
     # Always in a thread: a template is a program that came with the checkpoint.
-    return await asyncio.to_thread(tokenizer.apply_chat_template, rendered)
+    return await asyncio.to_thread(tokenizer.apply_chat_template, rendered, **switches)
 
 
 def check_ids(ids: Sequence[int], client: EngineClient, param: str) -> None:
@@ -123,11 +126,17 @@ def _valid_text(text: str) -> str:
 
 def _sampling(
     body: CompletionBody | ChatBody,
+    client: EngineClient,
     max_tokens: int | None,
     logprobs: int | None,
     renamed: dict[str, str] | None = None,
 ) -> SamplingParams:
     """`renamed`: what a parameter is called in this endpoint's body, where that differs."""
+
+    def said(name: str) -> Any:
+        value = getattr(body, name)
+        return value if name in body.model_fields_set else client.sampling_defaults.get(name, value)
+
     try:
         bias = tuple((int(token), value) for token, value in body.logit_bias.items())
     except ValueError:
@@ -135,12 +144,12 @@ def _sampling(
     try:
         return SamplingParams(
             n=body.n,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            min_p=body.min_p,
+            temperature=said("temperature"),
+            top_p=said("top_p"),
+            top_k=said("top_k"),
+            min_p=said("min_p"),
             seed=body.seed,
-            repetition_penalty=body.repetition_penalty,
+            repetition_penalty=said("repetition_penalty"),
             presence_penalty=body.presence_penalty,
             frequency_penalty=body.frequency_penalty,
             logit_bias=bias,

@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from crossdock.server.errors import ApiError
 
@@ -32,7 +40,6 @@ NOT_YET = frozenset(
         "allowed_token_ids",
         "truncate_prompt_tokens",
         "chat_template",
-        "chat_template_kwargs",
         "documents",
         "continue_final_message",
         "add_generation_prompt",
@@ -53,8 +60,33 @@ _LATER: dict[str, tuple[object, ...]] = {
 """Values that others know, by the field's own name."""
 
 
+_OURS = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "messages",
+        "tools",
+        "documents",
+        "tokenize",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
+"""What a template is given by us."""
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _of_the_template(values: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(_OURS & values.keys()):
+        raise ValueError(f"{taken[0]} is no variable of the template's own")
+    return values
+
+
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_of_the_template)]
+"""vLLM's and SGLang's: further variables of the chat template, as Qwen3's enable_thinking."""
 
 
 def _text_of(content: Any) -> Any:
@@ -174,6 +206,7 @@ class ChatBody(_Generation):
     logprobs: bool = False
     top_logprobs: int | None = None
     modalities: list[Literal["text"]] = ["text"]
+    chat_template_kwargs: TemplateKwargs = {}
 
 
 class TokenizeBody(_Body):
@@ -181,6 +214,7 @@ class TokenizeBody(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
+    chat_template_kwargs: TemplateKwargs = {}
 
 
 class DetokenizeBody(_Body):

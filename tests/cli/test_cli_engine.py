@@ -4,6 +4,7 @@ import io
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,7 +119,10 @@ def test_generate(checkpoint, tmp_path):
     assert 1 <= len(document["token_ids"]) <= 8
     config = tmp_path / "two.toml"
     config.write_text("ranks = 2\nmax_num_batched_tokens = 16\n")
-    streamed = crossdock("generate", checkpoint, *args, "--config", config, stdin="hello")
+    greedy = shutil.copytree(checkpoint, tmp_path / "greedy")
+    (greedy / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.0}')
+    args = ("--max-tokens", "8", "--device", "cpu")
+    streamed = crossdock("generate", greedy, *args, "--config", config, stdin="hello")
     assert streamed.returncode == 0, streamed.stderr
     assert streamed.stdout == document["text"] + "\n"
 

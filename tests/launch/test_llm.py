@@ -34,6 +34,14 @@ def llm(request: pytest.FixtureRequest):
     assert alive(pids) == []
 
 
+def test_without_parameters_the_models_own_are_taken(llm: LLM, monkeypatch) -> None:
+    assert llm.client.sampling_defaults == {"temperature": 0.8, "top_p": 0.95}  # of its file
+    monkeypatch.setattr(llm.client, "sampling_defaults", {"temperature": 0.0})
+    (own,) = llm.generate("Once upon a time")
+    (asked,) = llm.generate("Once upon a time", SamplingParams(temperature=0.0))
+    assert own.outputs[0].token_ids == asked.outputs[0].token_ids
+
+
 def test_greedy_text_agrees_with_transformers_on_four_ranks(llm: LLM, storyteller: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -67,10 +67,11 @@ class ByteTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def apply_chat_template(self, messages, add_generation_prompt: bool = True) -> list[int]:
+    def apply_chat_template(self, messages, add_generation_prompt=True, **kwargs) -> list[int]:
         if any("forbidden" in m["content"] for m in messages):
             raise RequestError("the chat template refuses them: roles must alternate", "messages")
-        text = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        text = "".join(f"{name} {value}\n" for name, value in kwargs.items())
+        text += "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return self.encode(text + "assistant:" * add_generation_prompt)
 
 
@@ -161,6 +162,7 @@ class FakeClient:
     model_name: str = "storyteller"
     failure: str | None = None
     ceilings: None = None
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
     tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
     submitted: list[Any] = field(default_factory=list)
     aborts: queue.Queue = field(default_factory=queue.Queue)

@@ -73,6 +73,33 @@ def test_chat_renders_the_template(api, server):
     assert server.client.tokenizer.decode(prompt) == "user: hé\nassistant:"
 
 
+def test_switches_of_the_template_reach_it(api, server):
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    api.chat.completions.create(
+        model="storyteller", messages=body["messages"], max_tokens=1, extra_body=body
+    )
+    prompt = list(server.client.submitted[0].prompt)
+    text = server.client.tokenizer.decode(prompt)
+    assert text == "enable_thinking False\nuser: a\nassistant:"
+    assert server.http.post("/tokenize", json=body).json()["tokens"] == prompt
+
+
+def test_what_a_request_does_not_say_of_sampling_the_model_does(api, server):
+    def sent(**said):
+        api.completions.create(model="storyteller", prompt="a", max_tokens=1, **said)
+        params = server.client.submitted[-1].params
+        return params.temperature, params.top_p, params.top_k, params.repetition_penalty
+
+    assert sent() == (1.0, 1.0, 0, 1.0)
+    server.client.sampling_defaults = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    assert sent() == (0.6, 1.0, 20, 1.1)
+    assert sent(temperature=1.0, top_p=0.5, extra_body={"top_k": 0}) == (1.0, 0.5, 0, 1.1)
+    assert sent(extra_body={"temperature": None}) == (0.6, 1.0, 20, 1.1)
+
+
 def test_chat_without_a_limit_may_fill_the_context(api, server):
     api.chat.completions.create(model="storyteller", messages=[{"role": "user", "content": "a"}])
     sent = server.client.submitted[0]

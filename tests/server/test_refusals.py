@@ -107,6 +107,9 @@ def test_bad_completion_fields(server, change, field):
         ({"functions": []}, "functions"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": True}, "chat_template_kwargs"),
         ({"prompt": "a"}, "prompt"),
     ],
 )
