@@ -64,7 +64,7 @@ def gpu_parts(gpus: int) -> tuple[Part, ...]:
     loads, turns = ("--anchors", "prefill,decode-256"), "1" if large else "2"
     for model in MODELS:
         compared = ("--compare", "overlap=off", "--repeats", turns)
-        parts.append(Part(f"engine-{model}", ("engine", model, *count, *loads, *compared), 0.45))
+        parts.append(Part(f"engine-{model}", ("engine", model, *count, *loads, *compared), 0.55))
     if large:
         once = ("--quantize", "fp8", "--repeats", "1")
         parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.6))
