@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -116,9 +116,12 @@ class LLM:
         self,
         messages: Sequence[dict[str, str]],
         params: SamplingParams | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, through the model's chat template."""
-        ids = self.client.tokenizer.apply_chat_template(list(messages))
+        """Answers one conversation, through the model's chat template, which is given
+        `chat_template_kwargs` too."""
+        switches = chat_template_kwargs or {}
+        ids = self.client.tokenizer.apply_chat_template(list(messages), **switches)
         return self.generate([ids], params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:

@@ -42,6 +42,13 @@ def test_without_parameters_the_models_own_are_taken(llm: LLM, monkeypatch) -> N
     assert own.outputs[0].token_ids == asked.outputs[0].token_ids
 
 
+def test_chat_gives_the_template_what_it_is_given(llm: LLM) -> None:
+    asked = [{"role": "user", "content": "a wolf"}], SamplingParams(max_tokens=1)
+    (output,) = llm.chat(*asked, {"bos_token": "Once "})
+    want = llm.client.tokenizer.encode("Once a wolf", add_special_tokens=False)
+    assert output.prompt_token_ids == tuple(want)
+
+
 def test_greedy_text_agrees_with_transformers_on_four_ranks(llm: LLM, storyteller: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM
