@@ -31,6 +31,7 @@ def record(
     ) as http:
         _ask(http, url, "start")
         document: dict[str, Any] = {}
+        found: list[Any] = []
         try:
             for number in range(windows):
                 on_progress(f"recording window {number + 1} of {windows}")
@@ -38,14 +39,17 @@ def record(
                 try:
                     document = _ask(http, url, "dump")
                 except ConfigError:
-                    if number == windows - 1:
+                    if number == windows - 1 and not found:
                         raise
+                else:  # a day's windows would be sent again with each, 0.1 MB of a large model
+                    found += document["windows"]
+                    _ask(http, url, "reset")
         finally:
             _ask(http, url, "stop")
-    empty = windows - len(document["windows"])
+    empty = windows - len(found)
     if empty:
         on_progress(f"{empty} of {windows} windows had no tokens and are left out")
-    return document
+    return {**document, "windows": found}
 
 
 def _ask(http: httpx.Client, url: str, action: str) -> dict[str, Any]:

@@ -110,7 +110,9 @@ class Balancer:
                 "file given by --config)"
             )
         if not self._one.acquire(blocking=False):
-            raise Busy("experts are being moved already; ask again when that has ended")
+            raise Busy(
+                "a move of experts is being planned or made already; ask again when that has ended"
+            )
         try:
             return self._plan(self._window_to_plan(), policy or self.config.rebalance_policy)
         finally:

@@ -1,17 +1,17 @@
-"""Deciding in a process of its own: a plan takes a second of Python for large models, and the
-gateway's threads have tokens to pass on. `python -m crossdock.launch.rebalance_planner`: a question
-as JSON on stdin, the answer on stdout.
+"""Deciding in a process of its own: a plan takes seconds of Python for large models, and the
+gateway's threads have tokens to pass on. `python -m crossdock.launch.rebalance_planner PARENT`: a
+question as JSON on stdin, the answer on stdout; it ends when it has another parent.
 """
 
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, fields
 from tempfile import TemporaryFile
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ _LOOK_S = 0.2
 """How often is looked whether a plan is still wanted."""
 
 
-def decide_elsewhere(question: Question, stop: Event) -> Decision:
+def decide_elsewhere(question: Question, stop: threading.Event) -> Decision:
     """`control.decide`, in another process, which does not outlive `stop`.
 
     Raises:
@@ -37,7 +37,7 @@ def decide_elsewhere(question: Question, stop: Event) -> Decision:
         asked.write(encode(question))
         asked.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", "crossdock.launch.rebalance_planner"],
+            [sys.executable, "-m", "crossdock.launch.rebalance_planner", str(os.getpid())],
             stdin=asked,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,7 +89,15 @@ def _arrays(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _end_with(parent: int) -> None:
+    """An engine's end waits for no plan, and the thread that would end this process ends first."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
     os.nice(_NICE)
     try:
         answer = asdict(decide(decode(sys.stdin.read())))

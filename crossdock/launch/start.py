@@ -145,7 +145,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 def _memories(config: EngineConfig, spec: ModelSpec) -> dict[str, SharedMemory]:
     """By the names under which ranks find them."""
     nbytes = {SHM: _shared_bytes(config, spec)}
-    if config.replica_choice == "quota" and config.transport == "shm":
+    shared = config.device == "cpu" and config.transport in ("shm", "nvlink")
+    if config.replica_choice == "quota" and shared:
         nbytes[COUNTS] = counts_bytes(config.ranks, spec.moe.num_experts)
     if config.tp > 1 and config.device == "cpu" and has_total_store_order():
         largest = exchanged_bytes(config, spec, DTYPE_BYTES[config.dtype])

@@ -1,7 +1,9 @@
 """Traced steps of all ranks as a document that Perfetto and chrome://tracing read (the Trace Event
 Format: complete events, a process per rank and a thread per lane)."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from crossdock.core.messages import Traced
@@ -12,22 +14,37 @@ LANES = (
 )  # fmt: skip
 """From top to bottom, in each rank; further parts follow by name."""
 _HOST = ("step", "agree")
+_PIECE = 1000
+"""Events."""
 
 
 def timeline(traces: Sequence[Traced]) -> dict[str, Any]:
     """Times in us since the first thing that any rank did. Lane "host" is what the host's clock saw
     of whole steps and of agreeing on them, "device" the steps on a device's own timeline; on CPU
     ranks there is none, and every lane is the host's."""
-    every = [interval for trace in traces for interval in trace.intervals]
-    origin = min((start for _, _, start, _ in every), default=0)
-    found = {_lane(part) for _, part, _, _ in every}
+    return {"traceEvents": list(_events(traces)), **_about(traces)}
+
+
+def written(traces: Sequence[Traced]) -> Iterator[str]:
+    """`timeline` as JSON, piece by piece: a large model's is hundreds of megabytes, and all other
+    threads stand still while one piece is encoded."""
+    yield '{"traceEvents":['
+    events, before = _events(traces), ""
+    while piece := list(islice(events, _PIECE)):
+        yield before + json.dumps(piece, separators=(",", ":"))[1:-1]
+        before = ","
+    yield "]," + json.dumps(_about(traces), separators=(",", ":"))[1:]
+
+
+def _events(traces: Sequence[Traced]) -> Iterator[dict[str, Any]]:
+    origin = min((start for trace in traces for _, _, start, _ in trace.intervals), default=0)
+    found = {_lane(part) for trace in traces for _, part, _, _ in trace.intervals}
     lanes = [lane for lane in LANES if lane in found] + sorted(found - set(LANES))
-    events: list[dict[str, Any]] = []
     for trace in sorted(traces, key=lambda trace: trace.rank):
-        events += _names(trace.rank, lanes)
+        yield from _names(trace.rank, lanes)
         sizes = {step: (tokens, decodes) for step, tokens, decodes, *_ in trace.steps}
-        events += [
-            {
+        for step, part, start, end in trace.intervals:
+            yield {
                 "name": f"step {step}" if part in ("step", "device") else part,
                 "ph": "X",
                 "pid": trace.rank,
@@ -36,14 +53,14 @@ def timeline(traces: Sequence[Traced]) -> dict[str, Any]:
                 "dur": (end - start) / 1e3,
                 "args": _args(step, part, sizes.get(step)),
             }
-            for step, part, start, end in trace.intervals
-        ]
+
+
+def _about(traces: Sequence[Traced]) -> dict[str, Any]:
     return {
-        "traceEvents": events,
         "displayTimeUnit": "ms",
         "otherData": {
             "ranks": sorted(trace.rank for trace in traces),
-            "steps": sorted({step for step, *_ in every}),
+            "steps": sorted({step for trace in traces for step, *_ in trace.intervals}),
         },
     }
 

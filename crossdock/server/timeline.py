@@ -2,11 +2,11 @@
 
 import asyncio
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
-from crossdock.metrics.timeline import timeline
+from crossdock.metrics.timeline import written
 from crossdock.server.border import EngineClient
-from crossdock.server.errors import JSON, ApiError
+from crossdock.server.errors import ApiError
 from crossdock.server.schema import TraceBody
 
 
@@ -25,5 +25,4 @@ async def trace(client: EngineClient, body: TraceBody) -> Response:
             "timeout_s",
             code="idle",
         )
-    # Of some megabytes: made here, it would keep tokens of others waiting.
-    return await asyncio.to_thread(lambda: JSON(timeline(traces)))
+    return StreamingResponse(written(traces), media_type="application/json")

@@ -1,7 +1,9 @@
 """What rebalances record, on a scripted engine; and that a real one balances itself."""
 
 import logging
+import select
 import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -120,7 +122,7 @@ def test_one_at_a_time_and_only_where_it_is_on():
     thread = threading.Thread(target=made.rebalance)
     thread.start()
     assert begun.wait(30)
-    with pytest.raises(Busy, match="being moved already"):
+    with pytest.raises(Busy, match="being planned or made already"):
         made.rebalance()
     assert made.look() is None
     go.set()
@@ -266,6 +268,21 @@ def test_a_closed_engine_leaves_no_planning_process(monkeypatch):
     with pytest.raises(CrossdockError, match="closed"):
         made.rebalance()
     assert [process.poll() for process in started] == [-9]
+
+
+def test_a_planning_process_ends_with_its_parent():
+    # Killed here; but a closed engine's process, too, may end before a plan is made.
+    dies = """
+import os, subprocess, sys
+plan = [sys.executable, "-m", "crossdock.launch.rebalance_planner", str(os.getpid())]
+subprocess.Popen(plan)
+os.kill(os.getpid(), 9)
+"""
+    command = [sys.executable, "-c", dies]
+    # No question comes on stdin, for which it would wait for ever; stdout ends when it does.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.wait(60) == -9
+        assert select.select([parent.stdout], [], [], 60)[0] and parent.stdout.read() == b""
 
 
 def test_a_recording_of_windows():

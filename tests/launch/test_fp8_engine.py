@@ -32,13 +32,16 @@ def write(path: Path, **more: Any) -> Path:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 def test_dummy_weights_of_a_quantised_config_are_fp8(tmp_path) -> None:
-    """Sizes that are no multiple of 128 are padded; what is held is summed to the byte."""
+    """Sizes that are no multiple of 128 are padded; what is held is summed to the byte. Quotas go
+    beside this transport too."""
     path = write(tmp_path / "tiny.json", quantization_config=QUANT)
     settings = {**INTERPRETED, "load": "dummy", "kv_memory_gib": 0.01, "overlap": "off"}
-    settings |= {"max_num_batched_tokens": 32, "low_latency_tokens": 4}
+    settings |= {"max_num_batched_tokens": 32, "low_latency_tokens": 4, "replica_choice": "quota"}
     with LLM(str(path), ranks=2, **settings) as llm:
         info = llm.client.info
         outputs = llm.generate(["abc", "de"], GREEDY)
+        ranks = [rank.values for rank in llm.client.snapshots(60)]
+    assert all(rank["calls"]["counts"] > 0 for rank in ranks)
     assert all(len(o.outputs[0].token_ids) == 3 for o in outputs)
     assert all(rank["fp8"] and rank["transport"] == "nvlink" for rank in info)
     # Embedding, head, three norms and two of a head; the router in fp32.

@@ -3,7 +3,7 @@
 import json
 
 from crossdock.core.messages import Traced
-from crossdock.metrics.timeline import timeline
+from crossdock.metrics.timeline import timeline, written
 
 
 def test_ranks_are_processes_and_parts_are_lanes():
@@ -34,5 +34,15 @@ def test_ranks_are_processes_and_parts_are_lanes():
     assert min(ts for _, ts, _, _ in seen.values()) == 0
 
 
+def test_it_is_written_in_small_pieces():
+    # As many intervals as a step of 94 layers has, and more.
+    rows = tuple((i // 940, "experts", 7 * i, 7 * i + 5) for i in range(5000))
+    traces = [Traced(rank, 5, rows, ((2, 40, 3, 0, 0),)) for rank in (1, 0)]
+    pieces = list(written(traces))
+    assert max(map(len, pieces)) < 200_000
+    assert json.loads("".join(pieces)) == timeline(traces)
+
+
 def test_of_nothing_it_is_empty():
     assert timeline([Traced(0, 1, ())])["otherData"]["steps"] == []
+    assert json.loads("".join(written([]))) == timeline([])

@@ -121,6 +121,8 @@ def test_a_running_engine_is_recorded_and_rebalanced(serve, tmp_path, monkeypatc
         assert run(["balance", *flags, "--redundant", "4", "--json"]) == 0
         plan, loads = json.loads(capfd.readouterr().out), read_loads(out)
         assert loads.load_WLE.shape == (2, 4, 32) and plan["windows"] == 2
+        state = llm.client.recording.state()
+        assert state == {"recording": False, "windows": 0}  # each was sent once, and none is kept
         tokens = loads.load_WLE.sum(axis=2)
         assert (tokens == tokens[:, :1]).all() and tokens.min() > 0
         assert loads.expert_bytes == llm.client.expert_bytes == 3 * 320 * 32 * 4
