@@ -104,6 +104,7 @@ class EngineClient:
         if self.failure is not None:
             self.close()
             raise (UserError if self._user_error else CrossdockError)(self.failure)
+        self._requests.ready(min(rank["kv_tokens"] for rank in self.info))
         threading.Thread(target=self._watch, args=(board,), daemon=True).start()
         self.balancer.start()
 

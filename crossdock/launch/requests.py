@@ -51,6 +51,10 @@ class Requests:
             prefix_caching=config.prefix_caching,
         )
 
+    def ready(self, kv_tokens: int) -> None:
+        """`kv_tokens`: that a rank's KV holds; what was sent before is no longer there."""
+        self._router.resize(kv_tokens // self._config.page_size)
+
     def __len__(self) -> int:
         """Choices that are open: what the ranks call requests."""
         return self._router.num_open

@@ -131,6 +131,11 @@ class Router:
         self._open: dict[str, tuple[int, GroupLoad]] = {}
         self._least = _LeastLoaded(self._loads, max_num_seqs)
 
+    def resize(self, kv_pages: int) -> None:
+        """As `kv_pages`, where that is known later."""
+        for index in self._index:
+            index.capacity = kv_pages
+
     @property
     def num_open(self) -> int:
         """Requests that were routed and not yet released."""

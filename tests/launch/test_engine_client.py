@@ -14,6 +14,7 @@ from crossdock.core.messages import Report
 from crossdock.launch import Update
 from crossdock.launch.cluster import Cluster
 from crossdock.launch.opened import Submission
+from crossdock.scheduler import Router
 
 SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -129,8 +130,11 @@ def test_an_idle_rank_counts_its_wait_in_the_lockstep(llm: LLM) -> None:
         assert seconds["agree"] <= seconds["wait"] <= seconds["step"]
 
 
-def test_after_close_a_request_is_refused_and_open_ones_end(storyteller: Path) -> None:
+def test_after_close_a_request_is_refused_and_open_ones_end(storyteller, monkeypatch) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(Router, "resize", lambda router, kv_pages: held.append(kv_pages))
     engine = LLM(str(storyteller), device="cpu")
+    assert held == [engine.client.info[0]["kv_tokens"] // 16]  # what a prefix may be looked for in
     ends: list[str | None] = []
     params = SamplingParams(n=2, max_tokens=900, ignore_eos=True)
     engine.client.submit("open", [5], params, lambda u: ends.append(u.finish_reason))

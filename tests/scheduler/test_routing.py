@@ -144,3 +144,15 @@ def test_the_index_forgets_what_was_sent_longest_ago():
     assert index.match([b"b1", b"b2"]) == 2
     assert index.match([b"c1"]) == 1
     assert index.match([b"x"]) == 0
+
+
+def test_a_prefix_is_looked_for_in_what_the_kv_holds():
+    router = make(2)
+    router.resize(8)
+    old, new = prompt(20), prompt(20)
+    at = [router.route(str(i), tokens, 1) for i, tokens in enumerate((old, new, prompt(20)))]
+    assert at == [0, 1, 0]  # the third leaves 3 of the 5 pages of the first
+    for name in "012":
+        router.release(name)
+    router.route("a", old, 1)
+    assert router.loads[0].queued_tokens == 20 - 3 * 4
