@@ -1,8 +1,10 @@
 """A request, how it is sampled, and what comes back of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from crossdock.core.errors import RequestError
 from crossdock.core.validate import check_sampling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -41,16 +43,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Python callers may pass a single stop string, lists, and a dict of biases.
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop or ()))
-        object.__setattr__(self, "stop_token_ids", tuple(int(t) for t in self.stop_token_ids or ()))
-        bias = self.logit_bias or ()
-        pairs = bias.items() if isinstance(bias, dict) else bias
-        object.__setattr__(self, "logit_bias", tuple((int(t), float(b)) for t, b in pairs))
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+        self._set("stop", lambda s: (s,) if isinstance(s, str) else tuple(s or ()))
+        self._set("stop_token_ids", lambda ids: tuple(int(t) for t in ids or ()))
+        self._set(
+            "logit_bias",
+            lambda given: tuple(
+                (int(t), float(b))
+                for t, b in (given.items() if isinstance(given, dict) else given or ())
+            ),
+        )
+        self._set("top_k", lambda k: 0 if k == -1 else k)
         check_sampling(self)
+
+    def _set(self, name: str, made: Callable[[Any], Any]) -> None:
+        given = getattr(self, name)
+        try:
+            object.__setattr__(self, name, made(given))
+        except (TypeError, ValueError):
+            expected = {"stop": "strings", "stop_token_ids": "token ids"}.get(
+                name, "biases by token"
+            )
+            raise RequestError(f"{name} must be {expected}, got {given!r}", name) from None
 
     @property
     def has_penalties(self) -> bool:

@@ -34,6 +34,9 @@ def check_sampling(p: "SamplingParams") -> None:
             )
     if p.logprobs is not None:
         _within("logprobs", p.logprobs, 0, MAX_LOGPROBS)
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        if not isinstance(getattr(p, name), bool):
+            raise RequestError(f"{name} must be True or False, got {getattr(p, name)!r}", name)
     if any(not isinstance(s, str) or not s for s in p.stop):
         raise RequestError("stop must be non-empty strings", "stop")
     for _, bias in p.logit_bias:
@@ -41,6 +44,9 @@ def check_sampling(p: "SamplingParams") -> None:
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Where the bounds are whole numbers, so must the value be."""
+    whole = isinstance(low, int)
+    number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not low <= value <= high:
-        raise RequestError(f"{name} must be between {low} and {high}, got {value!r}", name)
+        kind = "a whole number " if whole else ""
+        raise RequestError(f"{name} must be {kind}between {low} and {high}, got {value!r}", name)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from crossdock.core import (
@@ -100,8 +101,14 @@ class LLM:
         items = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             every = [params or SamplingParams(**self.client.sampling_defaults)] * len(items)
-        else:
+        elif isinstance(params, list | tuple) and all(
+            isinstance(p, SamplingParams) for p in params
+        ):
             every = list(params)
+        else:
+            raise RequestError(
+                f"expected SamplingParams or a list of them, got {params!r}", "params"
+            )
         if len(every) != len(items):
             raise RequestError(f"{len(items)} prompts but {len(every)} sampling params", "params")
         encoded = [self._encode(item) for item in items]
@@ -127,6 +134,8 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
         if isinstance(prompt, str):
             return prompt, tuple(self.client.tokenizer.encode(prompt))
+        if isinstance(prompt, bytes) or not hasattr(prompt, "__iter__"):
+            raise RequestError(f"a prompt is a text or token ids, got {prompt!r}", "prompt")
         return None, tuple(prompt)
 
     def _run(self, requests: list[_Gathering]) -> list[RequestOutput]:
@@ -171,10 +180,11 @@ class LLM:
         self.close()
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt, or several: a list, tuple or array of anything but integers."""
+    several = hasattr(prompts, "__iter__") and not isinstance(prompts, str | bytes | dict)
+    items = list(prompts) if several else [prompts]
+    return [items] if items and all(isinstance(item, Integral) for item in items) else items
 
 
 def _output(name: str, request: _Gathering) -> RequestOutput:

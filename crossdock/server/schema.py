@@ -62,6 +62,7 @@ _LATER: dict[str, tuple[object, ...]] = {
 
 _OURS = frozenset(
     {
+        "self",
         "chat_template",
         "conversation",
         "messages",

@@ -10,6 +10,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from crossdock import LLM, SamplingParams
@@ -40,6 +41,19 @@ def test_without_parameters_the_models_own_are_taken(llm: LLM, monkeypatch) -> N
     (own,) = llm.generate("Once upon a time")
     (asked,) = llm.generate("Once upon a time", SamplingParams(temperature=0.0))
     assert own.outputs[0].token_ids == asked.outputs[0].token_ids
+
+
+def test_a_prompt_is_a_text_or_ids_of_any_kind(llm: LLM) -> None:
+    want = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+    for prompts in ([5, 6], (5, 6), np.array([5, 6]), [np.array([5, 6])], [(5, 6)]):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert output.outputs[0].token_ids == want
+    for wrong in (None, [None], b"abc", {"a": 1}, [["a"]], [[1.5]]):
+        with pytest.raises(RequestError):
+            llm.generate(wrong, GREEDY)
+    for params in ({"max_tokens": 2}, 5, [None], "x"):
+        with pytest.raises(RequestError, match="expected SamplingParams"):
+            llm.generate(["a"], params)
 
 
 def test_chat_gives_the_template_what_it_is_given(llm: LLM) -> None:

@@ -109,6 +109,7 @@ def test_bad_completion_fields(server, change, field):
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": True}, "chat_template_kwargs"),
         ({"prompt": "a"}, "prompt"),
     ],
