@@ -50,8 +50,8 @@ class EngineConfig:
     """nvlink: steps in which no rank has more tokens send them with low latency."""
     expert_workspace_gib: float | None = None
     """What the experts of a GPU may hold at once; more received rows are worked on in waves. None:
-    a twentieth of its memory, which on an H200 spares steps of 8,192 tokens on eight ranks the
-    waves, and the sums between them."""
+    a twentieth of its memory, which on eight H200 spares steps of 8,192 tokens a rank the waves,
+    and the sums between them, of models with 2,048 channels; with 7,168 they take three."""
     enforce_eager: bool = False
     """No CUDA graphs: the host launches every kernel of every step."""
     overlap: Literal["auto", "off", "sbo", "tbo"] = "auto"
