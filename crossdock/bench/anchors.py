@@ -105,9 +105,17 @@ class Anchors:
         ]
         return Figures(stored, asked[0] if asked else None)
 
+    def judges_start(self, model: str, ranks: int, settings: dict[str, Any]) -> bool:
+        """Whether there are figures of `start`, on any device."""
+        where = model, None, ranks, settings
+        asked = self._matching("asked", *where)
+        stored = self._matching("stored", *where)
+        return bool(stored) or any("seconds_to_first_token" in of for of in asked)
+
     def _matching(
-        self, kind: str, model: str, device: str, ranks: int, settings: dict[str, Any]
+        self, kind: str, model: str, device: str | None, ranks: int, settings: dict[str, Any]
     ) -> list[dict[str, Any]]:
+        """`device`: None for any."""
         asis = all(settings.get(name) in (None, "auto", "none") for name in CHANGED)
         alike = all(
             settings.get(name) == self._values["settings"][name]
@@ -119,7 +127,9 @@ class Anchors:
         return [
             of
             for of in self._values[kind]
-            if of["model"] == name and of["gpu"] in device.split() and of["ranks"] == ranks
+            if of["model"] == name
+            and (device is None or of["gpu"] in device.split())
+            and of["ranks"] == ranks
         ]
 
 

@@ -93,6 +93,10 @@ class Child:
             self._lines.put(line)
         self._lines.put("")
 
+    def kill(self) -> None:
+        """Before `close`, which then waits for nothing."""
+        self._process.kill()
+
     def close(self) -> None:
         """The child ends itself once its input does; if it does not in time, it is killed."""
         assert self._process.stdin is not None

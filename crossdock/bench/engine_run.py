@@ -141,9 +141,8 @@ class _Session:
         try:
             with ExitStack() as stack:
                 child = self._start(variant, stack)
-                cold = self.ran[variant].starts[0].compiled > 0
-                if cold and self._options.anchors and not self._options.compare:
-                    stack.close()  # once more with the kernels it left, unless it starts again
+                if self.ran[variant].starts[0].compiled and self._starts_again(variant):
+                    stack.close()
                     child = self._start(variant, stack)
                 self._warm(variant, child)
                 for turn in range(self._options.repeats):
@@ -167,6 +166,13 @@ class _Session:
         first_s = time.perf_counter() - began
         ran.starts.append(Start(ready_s, first_s, _cached_kernels() - kernels))
         return child
+
+    def _starts_again(self, variant: Variant) -> bool:
+        """With the kernels that a cold start left: where one so is judged, and none will be."""
+        options = self._options
+        if not options.anchors or options.compare:
+            return False
+        return Anchors().judges_start(options.model, variant.ranks, options.settings)
 
     def _refuse(self, variant: Variant, error: CrossdockError) -> None:
         if variant.changed is None:

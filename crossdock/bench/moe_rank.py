@@ -15,14 +15,12 @@ from crossdock.bench.moe_check import check_layer
 from crossdock.bench.moe_parts import parts_of, profile
 from crossdock.bench.rank_world import join
 from crossdock.comm import World, build_transport
-from crossdock.core import MoESpec, Placement, Transport
+from crossdock.core import EngineConfig, MoESpec, Placement, Transport
+from crossdock.engine.memory import expert_workspace
 from crossdock.kernels.quant import FP8, quantise_weights
 from crossdock.layers import choose_products
 from crossdock.metrics import Recorder
 from crossdock.moe import MoEContext, MoELayer, MoEWeights, build_moe_layer
-
-WORKSPACE = 4 << 30
-"""The engine's default."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +90,10 @@ def run(rank: Rank, request: dict[str, Any]) -> dict[str, Any]:
 def _context(world: World, spec: MoESpec, transport: Transport, library: str) -> MoEContext:
     placement = Placement(0, np.arange(spec.num_experts)[None], spec.num_experts, world.size)
     matmul = choose_products(False, world.device, torch.bfloat16).matmul
+    workspace = expert_workspace(EngineConfig(""), world.device)
     return MoEContext(
         world.rank, placement, transport, Recorder(), matmul, False, world.device, torch.bfloat16,
-        workspace=WORKSPACE, fp8_experts="deepgemm" if library == "deepgemm" else "triton",
+        workspace=workspace, fp8_experts="deepgemm" if library == "deepgemm" else "triton",
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ All get the same request at the same time and talk among themselves while they a
 """
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,30 @@ class Ranks:
         }
         for rank, child in enumerate(self._children):
             child.send({**common, "rank": rank})
-        self.facts = [child.receive() for child in self._children]
+        self.facts = self._receive()
         memory.close_fd()
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """By rank."""
         for child in self._children:
             child.send(request)
-        return [child.receive() for child in self._children]
+        return self._receive()
+
+    def _receive(self) -> list[dict[str, Any]]:
+        """Of ranks that fail, the first is the cause: the others would wait for it, each until its
+        deadline, and then blame it or one another."""
+        pool = ThreadPoolExecutor(len(self._children))
+        answers = [pool.submit(child.receive) for child in self._children]
+        try:
+            for answer in as_completed(answers):
+                answer.result()
+        except BaseException:
+            for child in self._children:
+                child.kill()
+            raise
+        finally:
+            pool.shutdown()
+        return [answer.result() for answer in answers]
 
 
 def visible_gpus() -> int:

@@ -63,11 +63,14 @@ def gpu_parts(gpus: int) -> tuple[Part, ...]:
     ]
     loads, turns = ("--anchors", "prefill,decode-256"), "1" if large else "2"
     for model in MODELS:
-        compared = ("--compare", "overlap=off", "--repeats", turns)
-        parts.append(Part(f"engine-{model}", ("engine", model, *count, *loads, *compared), 0.55))
+        # The large model's time is what two more engines of the second one would take.
+        alone = large and model != MODELS[0]
+        compared = () if alone else ("--compare", "overlap=off")
+        engines = ("engine", model, *count, *loads, *compared, "--repeats", turns)
+        parts.append(Part(f"engine-{model}", engines, 0.55))
     if large:
         once = ("--quantize", "fp8", "--repeats", "1")
-        parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.6))
+        parts.append(Part(f"engine-{LARGE}", ("engine", LARGE, *count, *loads, *once), 0.7))
     live = ("--requests", str(128 * gpus), "--lengths", "256:640", "--rounds", turns)
     parts.append(Part("balance", ("balance", "--live", MODELS[1], *count, *live), 1.0, ZIPF))
     steps = ("--repeats", "5", "--steps", "4")
@@ -116,7 +119,7 @@ def host_parts(ranks: int) -> tuple[Part, ...]:
 def run_suite(
     parts: Sequence[Part], seconds: float, folder: Path, on_progress: Callable[[str], None]
 ) -> list[Outcome]:
-    """Runs `parts` in turn; each leaves `folder`/NAME.json."""
+    """Runs `parts` in turn; each leaves `folder`/NAME.json, or in NAME.log all that it said."""
     folder.mkdir(parents=True, exist_ok=True)
     end, outcomes = time.monotonic() + seconds, []
     for part in parts:
@@ -128,33 +131,34 @@ def run_suite(
 
 def _run(part: Part, limit: float, out: Path) -> Outcome:
     command = [sys.executable, "-m", "crossdock", "bench", *part.arguments, "--out", str(out)]
-    begin = time.monotonic()
-    out.unlink(missing_ok=True)
+    begin, log = time.monotonic(), out.with_suffix(".log")
+    for left in (out, log):
+        left.unlink(missing_ok=True)
     if part.settings:
         out.with_suffix(".toml").write_text(part.settings)
         command += ["--config", str(out.with_suffix(".toml"))]
     if limit <= 0:
         return Outcome(part, 0.0, None, "no time was left")
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    why = ""
+    # A file, not a pipe: ranks have sessions of their own, and may be slow to notice their end.
+    with (
+        log.open("w") as said,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True
+        ) as process,
+    ):
         try:
-            said = process.communicate(timeout=limit)[1].strip().splitlines()
+            process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the children that run its engines
-            said = process.communicate()[1].strip().splitlines()
             time.sleep(SETTLE_S)
-            why = f"did not end within its {limit:.0f} s; it last said: {(said or ['nothing'])[-1]}"
-            return Outcome(part, limit, None, why)
+            why = f"did not end within its {limit:.0f} s; it last said: "
     seconds = time.monotonic() - begin
-    if not out.exists():
-        why = said[-1] if said else f"exit code {process.returncode}"
-        return Outcome(part, seconds, None, why)
-    return Outcome(part, seconds, json.loads(out.read_text()))
+    if out.exists() and not why:
+        log.unlink()
+        return Outcome(part, seconds, json.loads(out.read_text()))
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return Outcome(part, seconds, None, why + (lines or ["nothing"])[-1])
 
 
 def report_of(outcome: Outcome) -> Report:

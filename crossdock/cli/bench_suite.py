@@ -33,8 +33,8 @@ def suite(
     json: JsonFlag = False,
 ) -> None:
     """Everything that several GPUs are measured by, within a given time: comm, moe, engine with
-    overlap and without, balance live. On CPUs a dry run in Triton's interpreter. Exit code 1 if a
-    part is missing."""
+    overlap and without (from 4 GPUs on one model of them), balance live. On CPUs a dry run in
+    Triton's interpreter. Exit code 1 if a part is missing."""
     from crossdock.bench import suite as bench
     from crossdock.bench.case_table import render
     from crossdock.bench.ranks import choose_ranks

@@ -163,6 +163,21 @@ def test_one_engine_at_a_time_the_default_again_last(on_two_gpus):
     assert "attention" in shown and "collective" not in shown
 
 
+@pytest.mark.parametrize(("changed", "starts"), [({}, 2), ({"ranks": (8,)}, 1)])
+def test_a_cold_start_is_repeated_where_a_start_is_judged(
+    on_two_gpus, monkeypatch, changed, starts
+):
+    class Compiles(FakeChild):
+        def ask(self, request):
+            (on_two_gpus / "kernel").mkdir(parents=True, exist_ok=True)
+            return super().ask(request)
+
+    monkeypatch.setattr(engine_run, "Child", Compiles)
+    run = engine_run.run_engines(options(repeats=1, **changed))
+    assert len(FakeChild.started) == starts
+    assert cases_of(run, "start_to_first_token")[-1].shape["cold"] is True
+
+
 def test_a_cold_start_is_told_and_followed_by_one_with_its_kernels(on_two_gpus, monkeypatch):
     class Compiles(FakeChild):
         def ask(self, request):

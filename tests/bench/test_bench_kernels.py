@@ -3,6 +3,7 @@ what becomes of measured times."""
 
 import json
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from crossdock.bench import attention, comm_gpus, experts, moe
+from crossdock.bench import attention, child, comm_gpus, experts, moe, moe_rank
 from crossdock.bench.comm_case import KNOWN, LINK, OTHER_FORMS, OURS, CommCase, draw
 from crossdock.bench.comm_check import check_case
 from crossdock.bench.comm_deepep import find_deep_ep
@@ -18,7 +19,7 @@ from crossdock.bench.comm_nvlink import NvlinkCase
 from crossdock.bench.figures import DEEP_EP
 from crossdock.bench.moe_parts import Span, parts_of
 from crossdock.bench.rank_world import join
-from crossdock.bench.ranks import choose_ranks
+from crossdock.bench.ranks import Ranks, choose_ranks
 from crossdock.comm import LocalLockstep, SharedMemory
 from crossdock.core import ConfigError, CrossdockError
 
@@ -323,6 +324,25 @@ def test_moe_in_the_interpreter():
     assert {(layer.tokens, layer.fp8) for layer in run.layers} == {(2, True), (2, False)}
     assert all(sum(layer.rows) == 2 * 2 * 4 for layer in run.layers)
     assert all((layer.rows_RR.sum(1) >= 2).all() for layer in run.layers)
+
+
+def test_a_measured_layer_has_the_engines_workspace(monkeypatch):
+    monkeypatch.setattr(moe_rank, "expert_workspace", lambda config, device: 12345)
+    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"))
+    assert moe_rank._context(world, moe.V3, None, "bf16").workspace == 12345
+
+
+def test_of_ranks_that_fail_the_first_is_told(monkeypatch, tmp_path):
+    (tmp_path / "stand_in_rank.py").write_text(
+        "import json, sys, threading\n"
+        "if json.loads(sys.stdin.readline())['rank'] == 0: threading.Event().wait()\n"
+        "print(json.dumps({'error': 'out of memory', 'user': False}), flush=True)\n"
+        "threading.Event().wait()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(child, "ANSWER_S", 30.0)
+    with ExitStack() as stack, pytest.raises(CrossdockError, match=r"^out of memory$"):
+        Ranks("stand_in_rank", 2, "cpu", {}, stack)
 
 
 def test_sizes_are_checked():

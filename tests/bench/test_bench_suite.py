@@ -1,7 +1,10 @@
 """`bench suite`: parts in turn, what is missing named, what was written shown."""
 
 import json
+import os
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,11 +29,14 @@ def test_a_document_is_shown_as_it_was_written(tmp_path):
 
 
 def test_parts_that_fail_or_take_too_long_are_named(tmp_path, monkeypatch):
-    stand_in = tmp_path / "stand_in.py"
+    stand_in, orphan = tmp_path / "stand_in.py", tmp_path / "orphan"
     stand_in.write_text(
-        "import sys, time\n"
+        "import subprocess, sys, time\n"
         "what, out = sys.argv[4], sys.argv[sys.argv.index('--out') + 1]\n"
-        "if what == 'slow': time.sleep(60)\n"
+        "if what == 'slow':\n"
+        "    alone = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"    open({str(orphan)!r}, 'w').write(str(alone.pid))\n"
+        "    time.sleep(60)\n"
         "if what == 'bad': sys.exit('no such thing')\n"
         'open(out, \'w\').write(\'{"cases": [], "command": "c", "device": "d"}\')\n'
     )
@@ -44,11 +50,20 @@ def test_parts_that_fail_or_take_too_long_are_named(tmp_path, monkeypatch):
         suite.Part("bad", ("bad",), 1.0),
         suite.Part("slow", ("slow",), 0.01),
     ]
-    outcomes = suite.run_suite(parts, 200.0, tmp_path / "out", lambda what: None)
+    running = ThreadPoolExecutor().submit(
+        suite.run_suite, parts, 200.0, tmp_path / "out", lambda what: None
+    )
+    try:  # a rank that outlives its part keeps nobody waiting
+        outcomes = running.result(timeout=60)
+    finally:
+        if orphan.exists():
+            os.kill(int(orphan.read_text()), signal.SIGKILL)
     found = suite.document(outcomes, "crossdock bench suite")
     assert list(found["parts"]) == ["good"]
     assert found["missing"]["bad"] == "no such thing"
     assert found["missing"]["slow"] == "did not end within its 2 s; it last said: round 1"
+    logs = {path.stem: path.read_text() for path in (tmp_path / "out").glob("*.log")}
+    assert logs == {"bad": "round 1\nno such thing\n", "slow": "round 1\n"}
     assert (tmp_path / "out" / "good.toml").read_text() == "max_num_seqs = 3\n"
 
 
@@ -59,6 +74,8 @@ def test_gpu_parts_grow_with_the_gpus(gpus):
         arguments[arguments.index("--ranks") + 1] == str(gpus) for arguments in parts.values()
     )
     assert ("engine-qwen3-235b-a22b" in parts) is (gpus >= 4)
+    assert ("--compare" in parts["engine-qwen3-30b-a3b"]) is (gpus < 4)
+    assert "--compare" in parts["engine-deepseek-v2-lite"]
     live = parts["balance"]
     assert live[live.index("--requests") + 1] == str(128 * gpus)
     assert ("ranks" in parts["steps-qwen3-30b-a3b"][5]) is (gpus > 1)

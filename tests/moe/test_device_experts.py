@@ -1,6 +1,8 @@
 """Experts over rows whose number the host does not know: segments, waves and masked rows, against
 a dense float64 reference; in Triton's interpreter where there is no GPU."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -105,6 +107,25 @@ def test_waves_add_up_to_the_same_rows(fp8):
     assert error(y_NH, want) < (0.05 if fp8 else 0.01)
     with pytest.raises(CapacityError, match=r"places of .* exceed the experts' workspace of 128"):
         DeviceExperts(runner, 1, True, rows_S)(received)
+
+
+def test_a_wave_begins_when_the_one_before_is_freed():
+    runner, _, _ = products(False)
+    received, *_ = grouped(150, False, 0.8)
+    waves = list[weakref.ref[torch.Tensor]]()
+
+    class Counting:
+        place_bytes, slot_tensors = runner.place_bytes, runner.slot_tensors
+
+        def grouped(self, wave):
+            assert all(y() is None for y in waves)
+            y_WH = runner.grouped(wave)
+            waves.append(weakref.ref(y_WH))
+            return y_WH
+
+    rows_S = torch.zeros(SLOTS, dtype=torch.int64, device=DEVICE)
+    DeviceExperts(Counting(), ALIGN * runner.place_bytes, False, rows_S)(received)
+    assert len(waves) > 2
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])

@@ -84,6 +84,7 @@ class DeviceExperts:
         for first in range(0, places, step):
             y_WH = self.products.grouped(self._wave(received, first, min(step, places - first)))
             add_wave(sum_NH, y_WH, received.places_NK, received.weights_NK, first, fresh=first == 0)
+            del y_WH  # else it would be held beside all that the next wave takes
         return sum_NH.to(torch.bfloat16)
 
     def _wave(self, rows: Grouped, first: int, count: int) -> Wave:
