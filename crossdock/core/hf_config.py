@@ -16,6 +16,7 @@ from crossdock.core.json_values import (
     number,
     number_or_null,
     table,
+    token_ids,
     weight_block,
     whole,
     whole_or_null,
@@ -139,14 +140,6 @@ def _max_position(config: Config) -> int:
     return max(given, int(original * number(scaling, "factor")))
 
 
-def _eos(config: Config) -> tuple[int, ...]:
-    eos = config.get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    if not all(is_whole(i, 0) for i in ids):
-        raise ValueError(f"eos_token_id {eos!r}; expected a token id, a list of them or null")
-    return tuple(ids)
-
-
 def _quant(config: Config) -> QuantSpec | None:
     quant = table(config, "quantization_config")
     if not quant:
@@ -173,7 +166,7 @@ def _common(config: Config, eps: float = 1e-6) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "quant": _quant(config),
         "bos_token_id": whole_or_null(config, "bos_token_id", least=0),
-        "eos_token_ids": _eos(config),
+        "eos_token_ids": token_ids(config, "eos_token_id"),
     }
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Values = Mapping[str, Any]
+_MOST = 2**24
+"""More than any model has of anything: a billion layers take all memory to be listed."""
 
 
 def is_whole(value: Any, least: int = 1) -> bool:
@@ -17,8 +19,8 @@ def is_whole(value: Any, least: int = 1) -> bool:
 
 def whole(values: Values, key: str, default: int | None = None, least: int = 1) -> int:
     value = values[key] if default is None else values.get(key, default)
-    if not is_whole(value, least):
-        raise ValueError(f"{key} {value!r}; expected a whole number from {least}")
+    if not is_whole(value, least) or value > _MOST:
+        raise ValueError(f"{key} {value!r}; expected a whole number from {least} to {_MOST}")
     return value
 
 
@@ -59,6 +61,15 @@ def table(values: Values, key: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{key} {value!r}; expected an object")
     return {k: v for k, v in (value or {}).items() if v is not None}
+
+
+def token_ids(values: Values, key: str) -> tuple[int, ...]:
+    """One, a list of them or null, as tokens that end a text are given."""
+    given = values.get(key)
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(is_whole(i, 0) for i in ids):
+        raise ValueError(f"{key} {given!r}; expected a token id, a list of them or null")
+    return tuple(ids)
 
 
 def weight_block(block: Any) -> tuple[int, int]:

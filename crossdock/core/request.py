@@ -1,5 +1,6 @@
 """A request, how it is sampled, and what comes back of it."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -44,11 +45,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Python callers may pass a single stop string, lists, and a dict of biases.
         self._set("stop", lambda s: (s,) if isinstance(s, str) else tuple(s or ()))
-        self._set("stop_token_ids", lambda ids: tuple(int(t) for t in ids or ()))
+        self._set("stop_token_ids", lambda ids: tuple(map(operator.index, ids or ())))
         self._set(
             "logit_bias",
             lambda given: tuple(
-                (int(t), float(b))
+                (operator.index(t), float(b))
                 for t, b in (given.items() if isinstance(given, dict) else given or ())
             ),
         )

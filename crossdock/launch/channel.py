@@ -18,7 +18,10 @@ class Channel:
         self._connection = Connection(fd)
 
     def send(self, message: Any) -> None:
-        self._connection.send_bytes(encode(message))
+        self.send_bytes(encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._connection.send_bytes(data)
 
     def recv(self) -> Any:
         return decode(self._connection.recv_bytes())

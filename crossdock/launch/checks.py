@@ -14,6 +14,8 @@ def check_request(
     Raises:
         RequestError: empty prompt, ids outside the vocabulary, or too long for the model.
     """
+    if type(params) is not SamplingParams:  # no other class travels
+        raise RequestError(f"expected SamplingParams, got {params!r}", "params")
     if not prompt:
         raise RequestError("the prompt is empty", "prompt")
     if min(prompt) < 0 or max(prompt) >= vocab_size:

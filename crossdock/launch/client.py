@@ -1,5 +1,6 @@
 """The gateway's side of an engine: its ranks, what they are asked, and what they say."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -73,6 +74,7 @@ class EngineClient:
         self._heard = time.monotonic()
         self._user_error = self._closed = False
         self._wave = self._reports = 0
+        self._process = os.getpid()
         self._snapshots: dict[int, Snapshot] = {}
         self._moves = Moves(initial_placement(config, spec))
         self.balancer = Balancer(self)
@@ -204,7 +206,13 @@ class EngineClient:
         return self._closed or self.failure is not None
 
     def _check_open(self) -> None:
-        """Raises RankLost if the engine has failed, CrossdockError if it was closed."""
+        """Raises RankLost if the engine has failed, CrossdockError if it was closed, or belongs to
+        the process that this one is a fork of: the threads that serve it are only there."""
+        if os.getpid() != self._process:
+            raise CrossdockError(
+                f"the engine belongs to process {self._process}, not to its fork {os.getpid()}; "
+                "ask there, or start one here"
+            )
         if self.failure is not None:
             raise RankLost(self.failure)
         if self._closed:

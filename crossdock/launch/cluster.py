@@ -10,11 +10,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any
 
 from crossdock.core import CrossdockError, EngineConfig
-from crossdock.core.messages import Start
+from crossdock.core.messages import Start, encode
 from crossdock.launch.channel import Channel, channel_pair
 
 _STDERR_LINES = 20
@@ -44,7 +45,7 @@ class Cluster:
         self._rendezvous = tempfile.mkdtemp(prefix="crossdock-") if in_files else ""
         self.closing = threading.Event()
         self._lock = threading.Lock()
-        self._outboxes: list[queue.SimpleQueue[Any]] = []
+        self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stderr: list[deque[str]] = []
@@ -56,7 +57,7 @@ class Cluster:
         try:
             for rank in range(self.config.ranks):
                 self._spawn(rank)
-                self.send(rank, Start(rank, self.config, self._fds, store))
+                self.send([rank], Start(rank, self.config, self._fds, store))
         except BaseException:
             self.close()
             raise
@@ -91,13 +92,16 @@ class Cluster:
         for thread in threads_of:
             thread.start()
 
-    def send(self, rank: int, message: Any) -> None:
-        """Never blocks: a rank that does not read must not stop the gateway."""
-        self._outboxes[rank].put(message)
+    def send(self, ranks: Iterable[int], message: Any) -> None:
+        """Never blocks: a rank that does not read must not stop the gateway. Encoded here, so that
+        whoever asks for what cannot travel is told, and nobody else."""
+        data, outboxes = encode(message), [self._outboxes[rank] for rank in ranks]
+        # No Python runs between them, so neither does a signal's handler: after a Ctrl-C all ranks
+        # have it, or none. A group of which some have a request would fail.
+        deque(map(queue.SimpleQueue.put, outboxes, repeat(data)), maxlen=0)
 
     def broadcast(self, message: Any) -> None:
-        for rank in range(len(self._processes)):
-            self.send(rank, message)
+        self.send(range(len(self._processes)), message)
 
     def last_error(self, rank: int) -> str:
         return "\n".join(self._stderr[rank])
@@ -108,16 +112,13 @@ class Cluster:
 
     def _write(self, rank: int) -> None:
         while True:
-            message = self._outboxes[rank].get()
-            if message is None:
+            data = self._outboxes[rank].get()
+            if data is None:
                 return
             try:
-                self._channels[rank].send(message)
+                self._channels[rank].send_bytes(data)
             except OSError:
                 return  # the reader tells why
-            except Exception as error:
-                self._on_exit(rank, f"a message to rank {rank} cannot be sent: {error}")
-                return
 
     def _read(self, rank: int) -> None:
         channel = self._channels[rank]
@@ -162,7 +163,7 @@ class Cluster:
     def _end(self, stop: Any) -> None:
         for rank in range(len(self._processes)):
             if stop is not None:
-                self.send(rank, stop)
+                self.send([rank], stop)
             self._outboxes[rank].put(None)
         deadline = time.monotonic() + (_GRACE_S if stop is not None else 0.0)
         try:

@@ -4,7 +4,7 @@ import itertools
 import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ class Requests:
     """Thread-safe. A request whose `on_update` raises is dropped.
 
     Args:
-        send: to a rank; never blocks.
+        send: to ranks; never blocks.
         wake: ranks that sleep.
         check: raises where the engine takes no more requests.
     """
@@ -33,7 +33,7 @@ class Requests:
         config: EngineConfig,
         spec: ModelSpec,
         max_model_len: int,
-        send: Callable[[int, Any], None],
+        send: Callable[[Iterable[int], Any], None],
         wake: Callable[[], None],
         check: Callable[[], None],
     ):
@@ -89,6 +89,8 @@ class Requests:
 
     def _checked(self, wanted: Submission) -> Opened:
         name, prompt_ids, params, on_update = wanted
+        if not isinstance(name, str):  # ranks know texts alone, and would speak of another
+            raise RequestError(f"a request id is a text, got {name!r}")
         try:
             prompt = tuple(map(operator.index, prompt_ids))  # numpy's integers do not travel
         except TypeError as error:
@@ -112,8 +114,7 @@ class Requests:
     def _tell(self, group: int, message: Any) -> None:
         """With the lock held: the ranks of a group must hear of everything in the same order."""
         tp = self._config.tp
-        for rank in range(group * tp, (group + 1) * tp):
-            self._send(rank, message)
+        self._send(range(group * tp, (group + 1) * tp), message)
 
     def abort(self, request_id: str) -> None:
         """Stops all choices of a request; unknown ids (it may just have ended) are no error."""
@@ -126,8 +127,9 @@ class Requests:
         """With the lock held."""
         if self._open.get(opened.id) is opened:
             del self._open[opened.id]
-        for index, choice in opened.choices.items():
+        for index in range(opened.params.n):  # one may have been routed, and be no choice yet
             self._router.release(opened.name(index))
+        for index, choice in opened.choices.items():
             self._tell(choice.group, Abort(opened.name(index)))
         opened.choices.clear()
 
@@ -164,7 +166,7 @@ class Requests:
         """A listener that raises must not end the thread that reads for all requests of a rank."""
         try:
             opened.on_update(update)
-        except Exception:
+        except BaseException:  # sys.exit too
             log.exception("request %s: its listener failed; the request is dropped", opened.id)
             with self._lock:
                 self._drop(opened)

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from crossdock.core import Busy, CrossdockError
+from crossdock.core import Busy, CrossdockError, RequestError
+from crossdock.core.json_values import is_whole
 from crossdock.core.messages import Trace, Traced
 
 _GIVE_UP_S = 20.0
@@ -28,7 +29,9 @@ class Traces:
 
     def start(self, steps: int) -> None:
         """Traces the next `steps` steps that run, which are the same on all ranks, until `result`
-        is asked for. Raises Busy while that has not been."""
+        is asked for. Raises Busy while that has not been, RequestError for no number of steps."""
+        if not is_whole(steps):
+            raise RequestError(f"steps must be a whole number from 1, got {steps!r}", "steps")
         with self._changed:
             if self._under_way:
                 raise Busy("steps are being traced already; ask again when that has ended")

@@ -224,7 +224,7 @@ def _read_index(model_dir: Path) -> dict[str, str]:
         pairs = {str(name): str(file) for name, file in weight_map.items()}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     except (KeyError, TypeError, AttributeError):
         raise CheckpointError(f"{path}: expected an object with a 'weight_map'") from None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from crossdock.core import CheckpointError
+from crossdock.core.json_values import is_whole
 
 DTYPES = {
     "F64": torch.float64,
@@ -116,7 +117,7 @@ def _read_header(path: Path, fd: int, size: int) -> tuple[int, dict[str, Any]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             _check_entry(path, name, entry)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: corrupt: its header is not valid: {error!r}") from None
     expected = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
     if size != expected:
@@ -127,10 +128,12 @@ def _read_header(path: Path, fd: int, size: int) -> tuple[int, dict[str, Any]]:
 
 def _check_entry(path: Path, name: str, entry: dict[str, Any]) -> None:
     begin, end = entry["data_offsets"]
+    if not all(is_whole(n, 0) for n in (begin, end, *entry["shape"])):
+        raise ValueError(f"tensor {name} of shape {entry['shape']} at {begin} to {end}")
     if entry["dtype"] not in DTYPES:
         return  # newer than this table; refused if it is asked for
     bytes_expected = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
-    if begin < 0 or end - begin != bytes_expected or any(n < 0 for n in entry["shape"]):
+    if end - begin != bytes_expected:
         raise CheckpointError(
             f"{path}: corrupt: tensor {name} of {entry['dtype']} {entry['shape']} "
             f"should take {bytes_expected} bytes, its header gives {end - begin}"

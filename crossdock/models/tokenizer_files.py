@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.core import CheckpointError, RequestError
+from crossdock.core.json_values import token_ids
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -15,7 +16,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object")
@@ -29,8 +30,10 @@ def eos_token_ids(model_dir: Path, tokenizer_eos: int | None) -> tuple[int, ...]
     """
     ids: list[int | None] = []
     for name in ("generation_config.json", "config.json"):
-        eos = read_json(model_dir / name).get("eos_token_id")
-        ids += eos if isinstance(eos, list) else [eos]
+        try:
+            ids += token_ids(read_json(model_dir / name), "eos_token_id")
+        except ValueError as error:
+            raise CheckpointError(f"{model_dir / name}: {error}") from None
     return tuple(i for i in dict.fromkeys([*ids, tokenizer_eos]) if i is not None)
 
 

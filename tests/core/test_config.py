@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from crossdock.core import ConfigError, EngineConfig, ServerConfig
@@ -104,6 +105,17 @@ def test_files_that_cannot_be_read(tmp_path):
     "setting",
     [
         {"ranks": 0},
+        {"ranks": 2.0},
+        {"tp": "x"},
+        {"model": None},
+        {"layers": True},
+        {"invariant": 1},
+        {"max_num_seqs": np.int64(4)},
+        {"deadline_s": None},
+        {"routing": 5},
+        {"seed": 2**64},
+        {"page_size": 10**10},
+        {"expert_capacity": 10**30},
         {"threads": 0},
         {"max_num_seqs": -2},
         {"max_num_batched_tokens": -1},
@@ -124,10 +136,10 @@ def test_files_that_cannot_be_read(tmp_path):
         {"load_window_tokens": 0},
     ],
 )
-def test_numbers_out_of_range_are_refused_by_name(setting):
+def test_wrong_kinds_and_numbers_out_of_range_are_refused_by_name(setting):
     (name, value), *_ = setting.items()
     with pytest.raises(ConfigError) as caught:
-        EngineConfig("m", **setting)
+        EngineConfig(**{"model": "m", **setting})
     assert name in str(caught.value) and str(value) in str(caught.value)
 
 

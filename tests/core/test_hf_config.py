@@ -409,6 +409,7 @@ def test_one_or_several_eos(eos):
         ("qwen", {"hidden_size": "wide"}, "config.json: "),
         ("qwen", {"vocab_size": 0}, "vocab_size 0; expected a whole number from 1"),
         ("qwen", {"vocab_size": 1.5}, "vocab_size 1.5; expected a whole number"),
+        ("qwen", {"num_hidden_layers": 10**9}, "expected a whole number from 1 to 16777216"),
         ("qwen", {"vocab_size": True}, "vocab_size True; expected a whole number"),
         ("v3", {"architectures": {"a": 1}}, "architectures {'a': 1}; expected a list of names"),
         ("v3", {"architectures": [["a"]]}, "architectures [['a']]; expected a list of names"),

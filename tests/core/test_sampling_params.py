@@ -18,7 +18,8 @@ from crossdock.core import RequestError, SamplingParams
         ("ignore_eos", "yes"), ("ignore_eos", 1), ("skip_special_tokens", None),
         ("include_stop_str_in_output", []),
         ("stop", 5), ("stop", [b"a"]), ("stop", [""]), ("stop_token_ids", 5),
-        ("stop_token_ids", ["a"]), ("logit_bias", {5: "x"}), ("logit_bias", [1]),
+        ("stop_token_ids", ["a"]), ("stop_token_ids", [1.5]), ("logit_bias", {1.5: 1}),
+        ("logit_bias", {5: "x"}), ("logit_bias", [1]),
         ("logit_bias", {5: 101}),
     ],
 )  # fmt: skip

@@ -1,8 +1,14 @@
 """The engine's client where users misbehave: ids used again, listeners that raise, late calls."""
 
+import os
+import queue
+import signal
 import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -10,7 +16,7 @@ import pytest
 from crossdock import LLM, SamplingParams
 from crossdock.comm import SharedMemory, shm_bytes
 from crossdock.core import CrossdockError, EngineConfig, RequestError, UserError
-from crossdock.core.messages import Report
+from crossdock.core.messages import Add, Report, Wake
 from crossdock.launch import Update
 from crossdock.launch.cluster import Cluster
 from crossdock.launch.opened import Submission
@@ -66,6 +72,82 @@ def test_a_listener_that_raises_loses_its_own_request_alone(llm: LLM) -> None:
     outputs = llm.generate(["One", "Two", "Three", "Four"], SHORT)
     assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * 4
     assert llm.client.num_open() == 0 and llm.client.failure is None
+
+
+def test_one_that_ends_its_thread_too(llm: LLM) -> None:
+    for name in ("a", "b", "c", "d"):
+        llm.client.submit(name, [5, 6], LONG, lambda update: sys.exit())
+    assert llm.client._snapshots_within(60.0)[0]
+    outputs = llm.generate(["One", "Two", "Three", "Four"], SHORT)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3] * 4
+
+
+class Derived(SamplingParams):
+    """Does not travel."""
+
+
+def test_what_cannot_be_sent_is_refused_and_nothing_else_lost(llm: LLM) -> None:
+    for name, params in ((5, SHORT), (None, SHORT), (b"a", SHORT)):
+        with pytest.raises(RequestError, match="a request id is a text, got"):
+            llm.client.submit(name, [5], params, print)
+    for params in (Derived(), {"max_tokens": 2}, None):
+        with pytest.raises(RequestError, match="expected SamplingParams, got"):
+            llm.client.submit("a", [5], params, print)
+    for steps in ("x", 1.5, 0, -1, object()):
+        with pytest.raises(RequestError, match="steps must be a whole number from 1, got"):
+            llm.client.traces.record(steps, 60)
+    with pytest.raises(TypeError, match="object does not travel"):
+        llm.client._cluster.broadcast(Add(object()))  # type: ignore[arg-type]
+    assert llm.client.num_open() == 0
+    assert len(llm.generate("Once", SHORT)[0].outputs[0].token_ids) == 3
+
+
+def test_an_interrupt_leaves_no_rank_with_more_than_another() -> None:
+    """Before any instruction of a message's way to its ranks."""
+    cluster = Cluster(EngineConfig(model="m", ranks=3), print, print, {})
+    cluster._outboxes = [queue.SimpleQueue() for _ in range(3)]
+
+    def interrupted(before: int) -> bool:
+        left = before
+
+        def trace(frame: FrameType, event: str, _: object) -> Callable:
+            nonlocal left
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left < 0:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            cluster.send(range(3), Wake(before))
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    before = 0
+    while interrupted(before):
+        assert len({outbox.qsize() for outbox in cluster._outboxes}) == 1
+        before += 1
+    assert before > 10 and cluster._outboxes[0].qsize() > 0
+
+
+def test_a_fork_is_told_that_the_engine_is_elsewhere(llm: LLM) -> None:
+    """It has none of the threads, and would wait for ever."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        code = 1
+        try:
+            llm.generate("Once", SHORT)
+        except CrossdockError as error:
+            code = 0 if f"belongs to process {os.getppid()}" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(llm.generate("Once", SHORT)[0].outputs[0].token_ids) == 3
 
 
 def test_integers_of_numpy_are_tokens_too(llm: LLM) -> None:

@@ -1,5 +1,7 @@
 """Open requests without ranks: what is counted, and what is computed once."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 
@@ -44,7 +46,7 @@ class Ranks:
         self.requests = Requests(config, SPEC, 4096, self.send, lambda: None, lambda: None)
         self.requests.tokenizer = ByteTokenizer()
 
-    def send(self, rank: int, message) -> None:
+    def send(self, ranks: Iterable[int], message) -> None:
         if isinstance(message, Add):
             self.names.append(message.request.id)
 
@@ -91,3 +93,13 @@ def test_a_prompts_digests_are_computed_once_for_all_choices(ranks: Ranks, monke
     ranks.submit(("a", prompt, 128), ("b", prompt[:500], 3))
     assert len(ranks.requests) == len(ranks.names) == 131
     assert computed == [1000, 500]
+
+
+def test_what_is_interrupted_while_it_starts_is_not_counted(ranks: Ranks, monkeypatch) -> None:
+    def interrupted(*args) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("crossdock.launch.requests.Choice", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.submit(("a", [5], 2))
+    assert len(ranks.requests) == 0

@@ -202,6 +202,7 @@ def test_missing_shard(tmp_path):
     ("content", "words"),
     [
         ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[1]", "weight_map"),
         ('{"weight_map": ["w"]}', "weight_map"),
         ('{"weight_map": {"w": "../secret.safetensors"}}', "not a file beside it"),
@@ -248,6 +249,12 @@ def with_header(header: object, data: bytes = b"") -> bytes:
         (b"\xff" * 64, "truncated or not a safetensors file"),
         (with_header(b"{nonsense"), "corrupt"),
         (with_header([1]), "corrupt"),
+        (with_header(b"[" * 100_000), "corrupt"),
+        (with_header({"w": {"dtype": "F4", "shape": [4], "data_offsets": [0, "8"]}}), "tensor w"),
+        (
+            with_header({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, b"1234"),
+            "tensor w of shape [1.0]",
+        ),
         (with_header({"w": {"dtype": "F32"}}), "corrupt"),
         (with_header({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}), "tensor w"),
         (
