@@ -158,7 +158,8 @@ def _run(part: Part, limit: float, out: Path) -> Outcome:
         log.unlink()
         return Outcome(part, seconds, json.loads(out.read_text()))
     lines = log.read_text(errors="replace").strip().splitlines()
-    return Outcome(part, seconds, None, why + (lines or ["nothing"])[-1])
+    last = (lines or [f"nothing, exit code {process.returncode}"])[-1]
+    return Outcome(part, seconds, None, why + last)
 
 
 def report_of(outcome: Outcome) -> Report:
